@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenring._version import __version__
     from tokenring.api.attention import attention, plan
+    from tokenring.api.caching.cached_attention import cached_attention
+    from tokenring.api.caching.kv_cache import KVCache
     from tokenring.api.capture import CapturedAttention, capture
     from tokenring.api.context import ContextParallel
     from tokenring.api.sharding import positions, shard, unshard
@@ -60,6 +62,7 @@ __all__ = [
     "ContextParallel",
     "Documents",
     "Full",
+    "KVCache",
     "Layout",
     "Mask",
     "Move",
@@ -82,6 +85,7 @@ __all__ = [
     "Workload",
     "__version__",
     "attention",
+    "cached_attention",
     "capture",
     "plan",
     "positions",
@@ -95,6 +99,8 @@ __all__ = [
 _MODULES = {
     "_version": "__version__",
     "api.attention": "attention plan",
+    "api.caching.cached_attention": "cached_attention",
+    "api.caching.kv_cache": "KVCache",
     "api.capture": "CapturedAttention capture",
     "api.context": "ContextParallel",
     "api.sharding": "positions shard unshard",

@@ -1,0 +1,157 @@
+"""Cached attention against float64: prefill in any chunks, decode, padding, windows; on 1 to 4 ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+from ranks import Here, RankPools
+
+import tokenring as tr
+
+WHOLE_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
+HEADS, DIM = 4, 8
+
+
+class Case(NamedTuple):
+    """A sequence in chunks: (tokens, home) for each."""
+
+    ranks: int
+    chunks: tuple[tuple[int, str], ...]
+    kv_heads: int = 2
+    page: int = 4
+    transport: str = "shm"
+    layout: str = "zigzag"
+    window: int | None = None
+    starts: tuple[int, ...] | None = None
+    batch: int = 1
+    value_dim: int = DIM
+
+    @property
+    def length(self) -> int:
+        return sum(tokens for tokens, _ in self.chunks)
+
+
+def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v of the whole sequence, the same on all ranks."""
+    generator = torch.Generator().manual_seed(case.length)
+    widths = (HEADS, DIM), (case.kv_heads, DIM), (case.kv_heads, case.value_dim)
+    q, k, v = (torch.randn(case.batch, case.length, heads, dim, generator=generator) for heads, dim in widths)
+    return q, k, v
+
+
+def wanted(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [B, T, H, D] and lse [B, H, T] in float64, by the definition."""
+    q, k, v = (x.double() for x in inputs(case))
+    groups = HEADS // case.kv_heads
+    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(DIM)
+    q_at, kv_at = torch.arange(case.length)[:, None], torch.arange(case.length)[None]
+    seen = (kv_at <= q_at)[None].repeat(case.batch, 1, 1)
+    if case.window is not None:
+        seen &= kv_at > q_at - case.window
+    if case.starts is not None:
+        seen &= kv_at >= torch.tensor(case.starts)[:, None, None]
+    scores = scores.masked_fill(~seen[:, None], -math.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v), lse
+
+
+def chunks_of(here: Here, case: Case, whole: torch.Tensor, at: int, tokens: int, home: str) -> torch.Tensor:
+    part = whole[:, at : at + tokens]
+    return tr.shard(part, here.memory["cp"]) if home == "tokens" else part
+
+
+class Found(NamedTuple):
+    """Of one rank: out and lse of all tokens in order, and what the cache holds in the end."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    places: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    nbytes: int
+    local_length: int
+
+
+def run_case(here: Here, case: Case) -> Found:
+    cp = here.memory["cp"] = here.cp(transport=here.transport(case.transport), layout=case.layout, schedule="direct-kv")
+    cache = tr.KVCache(
+        cp, layers=1, batch=case.batch, kv_heads=case.kv_heads, head_dim=DIM, value_dim=case.value_dim,
+        capacity=case.length, page=case.page, window=case.window, starts=case.starts,
+    )  # fmt: skip
+    q, k, v = inputs(case)
+    outs, lses, at = [], [], 0
+    for tokens, home in case.chunks:
+        parts = [chunks_of(here, case, x, at, tokens, home) for x in (q, k, v)]
+        with cache.step(tokens, home):  # type: ignore[arg-type]
+            out, lse = tr.cached_attention(parts[0], parts[1], parts[2], cache, 0, return_lse=True)
+        if home == "tokens":
+            out, lse = tr.unshard(out, cp), tr.unshard(lse.contiguous(), cp, 2)
+        outs.append(out)
+        lses.append(lse)
+        at += tokens
+    keys, values = cache.held()
+    return Found(
+        torch.cat(outs, 1), torch.cat(lses, 2), cache.positions(), keys, values, cache.nbytes, cache.local_length
+    )
+
+
+def check(case: Case, founds: list[Found]) -> None:
+    out, lse = wanted(case)
+    for found in founds:
+        torch.testing.assert_close(found.out.double(), out, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(found.lse.double(), lse, atol=1e-5, rtol=1e-6)
+        assert torch.equal(found.out, founds[0].out) and torch.equal(found.lse, founds[0].lse)  # to the bit
+    check_held(case, founds)
+
+
+def check_held(case: Case, founds: list[Found]) -> None:
+    """Every token lies at one rank, sealed, or at all of them; with the bits that were given; in S/P + P · page."""
+    _, k, v = inputs(case)
+    for found in founds:
+        assert torch.equal(found.keys, k[:, found.places]) and torch.equal(found.values, v[:, found.places])
+        most = case.length // case.ranks + case.ranks * case.page
+        assert found.nbytes == case.batch * most * case.kv_heads * (DIM + case.value_dim) * 4
+        assert found.local_length == len(found.places) <= most
+    times = torch.cat([found.places for found in founds]).bincount(minlength=case.length)
+    assert set(times.tolist()) <= {1, case.ranks}
+
+
+ALL, TOKENS = "all", "tokens"
+PAST = (0, 1, 3, 4, 16, 77, 800)
+
+
+def every_case() -> list[Case]:
+    made = []
+    for ranks, past, new, kv_heads in product((1, 2, 3, 4), PAST, (1, 3, 16, 129), (4, 2, 1)):
+        even = past // (2 * ranks) * 2 * ranks
+        before = tuple((n, home) for n, home in ((even, TOKENS), (past - even, ALL)) if n)
+        made.append(Case(ranks, (*before, (new, ALL)), kv_heads))
+        if new % (2 * ranks) == 0:
+            made.append(Case(ranks, (*before, (new, TOKENS)), kv_heads))
+    return made
+
+
+CASES = every_case()
+SAMPLE = CASES if WHOLE_GRID else random.Random(3).sample(CASES, 20)
+CHOSEN = (
+    Case(2, ((24, TOKENS), (5, ALL), (16, TOKENS), *((1, ALL),) * 20)),
+    Case(3, ((24, TOKENS), (5, ALL), (12, TOKENS), *((1, ALL),) * 14), transport="gloo", layout="striped"),
+    Case(4, ((24, TOKENS), (5, ALL), (16, TOKENS), *((1, ALL),) * 20), window=9),
+    Case(2, ((3, ALL), (24, TOKENS), (5, ALL), (16, TOKENS), (1, ALL), (1, ALL)), window=30, page=1),
+    Case(2, ((19, ALL), (4, ALL), *((1, ALL),) * 5), starts=(0, 7, 16), batch=3),
+    Case(3, ((300, ALL), (1, ALL)), kv_heads=1, starts=(290, 3), batch=2, window=40),
+    Case(2, ((16, TOKENS), (3, ALL), (1, ALL)), value_dim=4),
+)
+
+
+@pytest.mark.parametrize("case", [*CHOSEN, *SAMPLE], ids=str)
+def test_equals_float64(case: Case, ranks: RankPools) -> None:
+    check(case, ranks(case.ranks)(run_case, case))

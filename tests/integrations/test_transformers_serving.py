@@ -1,0 +1,181 @@
+"""generate() of transformers over a cache that is dealt over ranks: token for token as one process."""
+
+from __future__ import annotations
+
+import os
+import random
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ranks import Here, RankPools
+
+import tokenring as tr
+from tokenring.integrations.transformers.serving import serve_with_tokenring, starts_of
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
+
+WHOLE_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
+VOCABULARY, PAD = 256, 0
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "max_position_embeddings": 8192, "pad_token_id": PAD, "bos_token_id": 1,
+    "eos_token_id": None,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"num_key_value_heads": 2}),
+    "mqa": ("Llama", {"num_key_value_heads": 1}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 4}),
+    "sliding": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 40}),
+}
+
+
+class Case(NamedTuple):
+    """A call of generate."""
+
+    model: str
+    ranks: int
+    prompt: int
+    new: int = 24
+    page: int = 4
+    chunk: int | None = None
+    layout: str = "zigzag"
+    options: tuple[tuple[str, object], ...] = ()
+    lengths: tuple[int, ...] = ()  # of the rows of a batch that is padded on its left
+
+
+def make_model(name: str) -> Any:
+    kind, options = MODELS[name]
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")(**COMMON, **options)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.08)
+    return model
+
+
+def prompt_of(case: Case) -> dict[str, torch.Tensor]:
+    rows = case.lengths or (case.prompt,)
+    generator = torch.Generator().manual_seed(case.prompt)
+    ids = torch.randint(3, VOCABULARY, (len(rows), case.prompt), generator=generator)
+    shown = torch.arange(case.prompt) >= torch.tensor([case.prompt - length for length in rows])[:, None]
+    return {"input_ids": ids.masked_fill(~shown, PAD), "attention_mask": shown.long()}
+
+
+def generated(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids, and the scores of each step."""
+    options = {"do_sample": False, **dict(case.options)}
+    found = model.generate(
+        **prompt_of(case), max_new_tokens=case.new, return_dict_in_generate=True, output_scores=True, **options
+    )
+    return found.sequences, torch.stack(found.scores)
+
+
+def run_case(here: Here, case: Case) -> tuple[bool, float, int]:
+    """Whether the tokens are those of one process, how far the scores are, and how many tokens there are."""
+    model = make_model(case.model)
+    alone, wanted = generated(model, case)
+    cp = here.cp(transport=here.transport("shm"), schedule="direct-kv", layout=case.layout)
+    with serve_with_tokenring(model, cp, page=case.page, chunk=case.chunk):
+        ids, scores = generated(model, case)
+    again, _ = generated(model, case)
+    assert torch.equal(again, alone), "the model is not as it was"
+    error = (scores - wanted).nan_to_num(0.0, 0.0, 0.0).abs().max()
+    return torch.equal(ids, alone), float(error), ids.shape[1] - case.prompt
+
+
+WHOLE = [
+    Case(model, ranks_, prompt, 256, page)
+    for model, ranks_, prompt, page in product(MODELS, (1, 2, 3, 4), (1, 63, 517, 1000, 4097), (1, 16, 64))
+]
+SAMPLE = [case._replace(new=24) for case in random.Random(2).sample([c for c in WHOLE if c.prompt < 600], 5)]
+CHOSEN = [
+    Case("llama", 2, 517, chunk=200),
+    Case("sliding", 3, 150, chunk=70, page=1),
+    Case("qwen2", 4, 90, layout="striped"),
+    Case("mqa", 2, 70, layout="auto", page=16),
+    Case("llama", 3, 31, lengths=(31, 9, 20)),
+    Case("sliding", 2, 75, lengths=(75, 3, 44)),
+    Case("qwen2", 2, 66, 12, options=(("num_beams", 3),)),
+    Case("llama", 2, 40, 20, options=(("prompt_lookup_num_tokens", 3),)),
+]
+CASES = CHOSEN + (WHOLE if WHOLE_GRID else SAMPLE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_token_for_token_as_one_process(case: Case, ranks: RankPools) -> None:
+    for same, error, count in ranks(case.ranks)(run_case, case):
+        assert same and error <= 1e-4 and count == case.new
+
+
+def drawn(here: Here, seed: int) -> list[int]:
+    model = make_model("llama")
+    cp = here.cp(transport=here.transport("shm"))
+    torch.manual_seed(seed + here.rank)  # ranks that would draw apart
+    with serve_with_tokenring(model, cp):
+        case = Case("llama", 2, 20, options=(("do_sample", True),))
+        return list(generated(model, case)[0][0].tolist())
+
+
+def test_all_ranks_draw_the_same_tokens(ranks: RankPools) -> None:
+    (a, b), (c, _) = ranks(2)(drawn, 1), ranks(2)(drawn, 2)
+    assert a == b != c
+
+
+# ---------- refusals
+
+
+def alone() -> tuple[Any, Any]:
+    model = make_model("llama")
+    return model, serve_with_tokenring(model, tr.ContextParallel("self"))
+
+
+def test_masks_that_are_not_known() -> None:
+    model, serving = alone()
+    ids = torch.tensor([[5, PAD, 7, 8]])
+    with pytest.raises(tr.UnsupportedError, match="pad on the left"):
+        model.generate(ids, max_new_tokens=2)  # transformers takes the pad token for padding
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
+    with pytest.raises(tr.UnsupportedError, match="takes padding"):
+        model(ids, attention_mask=torch.ones(1, 1, 4, 4))
+    with pytest.raises(tr.UnsupportedError, match="give input_ids"):
+        model(inputs_embeds=torch.zeros(1, 4, 64))
+    with pytest.raises(tr.ConfigurationError, match="is a DynamicCache"):
+        model(ids, past_key_values=transformers.DynamicCache())
+    with pytest.raises(tr.UnsupportedError, match="'static' is another cache"):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, cache_implementation="static")
+    cache = serving.new_cache(8)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(tr.ConfigurationError, match="make a cache for each batch"):
+            model(ids.repeat(2, 1), past_key_values=cache)
+        with pytest.raises(tr.ConfigurationError, match="room for 8 tokens"):
+            model(ids.repeat(1, 2), past_key_values=cache)
+    with pytest.raises(tr.UnsupportedError, match="keeps its batch"):
+        cache.batch_repeat_interleave(2)
+    serving.close()
+    serving.close()
+
+
+def test_a_model_without_gradients_or_a_cache_is_as_before() -> None:
+    model, serving = alone()
+    ids = prompt_of(Case("llama", 1, 30))["input_ids"]
+    with torch.no_grad():
+        found = model(ids).logits
+        serving.close()
+        torch.testing.assert_close(found, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"page": 0}, {"chunk": 0}, {"shard_from": -1}])
+def test_sizes_that_cannot_be(options: dict[str, int]) -> None:
+    with pytest.raises(tr.ConfigurationError, match="give an integer from 1 on"):
+        serve_with_tokenring(None, tr.ContextParallel("self"), **options)
+
+
+def test_starts() -> None:
+    shown = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    found = starts_of(shown, 2, 3)
+    assert found is not None and found.tolist() == [2, 0]
+    assert starts_of(torch.ones(2, 3), 2, 3) is None and starts_of(None, 2, 3) is None

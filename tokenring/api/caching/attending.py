@@ -1,0 +1,206 @@
+"""The calls of cached attention: of rows that every rank has, and of rows that are each rank's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tokenring.api.attention import attend
+from tokenring.api.caching.filling import Runs, runs_of
+from tokenring.api.caching.memory import CacheMemory, Home
+from tokenring.api.caching.model_step import ModelStep
+from tokenring.api.caching.one_token import OneToken, one_token
+from tokenring.api.caching.rows import merged, rows_over
+from tokenring.errors import ConfigurationError
+from tokenring.runtime.bound_kernel import checked_scale
+from tokenring.runtime.cached_kernel import Partial, cached_partial
+from tokenring.runtime.partials import Rows
+from tokenring.sequence.layout import Layout, Positions
+from tokenring.sequence.mask import Causal, Mask, SlidingWindow
+
+Made = tuple[torch.Tensor, torch.Tensor | None]  # out [B, H, T, Dv], lse [B, H, T] where it is wanted
+
+
+def attended(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, cache: CacheMemory, layer: int, home: Home,
+    scale: float | None, wants_lse: bool,
+) -> Made:  # fmt: skip
+    """Return out [B, H, T, Dv] and, if it is wanted, lse [B, H, T] in fp32; see `cached_attention`."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return attended(q, k, v, cache, layer, home, scale, wants_lse)
+    step = cache.current
+    if isinstance(step, ModelStep):
+        if (found := _short(q, k, v, cache, layer, step)) is not None:
+            assert k is not None and v is not None
+            return found.attend(q, k, v, layer, checked_scale(scale, q.shape[-1]), wants_lse, step.number)
+        return _call(q, k, v, cache, layer, step, scale, wants_lse)
+    rows = q.shape[1] if isinstance(q, torch.Tensor) and q.dim() == 4 else 1
+    with ModelStep(cache, rows, home, layer=layer, reads=k is None) as step:
+        return _call(q, k, v, cache, layer, step, scale, wants_lse)
+
+
+def _short(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, cache: CacheMemory, layer: int, step: ModelStep
+) -> OneToken | None:
+    """Return the short way of a decode step, if this call takes it; made once for layers that hold the same."""
+    if step.tokens != 1 or k is None or v is None or type(layer) is not int or not 0 <= layer < cache.layers:
+        return None
+    found = step.short
+    if not isinstance(found, OneToken) or found.filled is not cache.filled[layer]:
+        found = step.short = one_token(q, cache, layer, step)
+    if found is None or (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype) != found.key:
+        return None
+    return found if q.is_contiguous() and q.device.type == k.device.type == v.device.type == "cpu" else None
+
+
+def _call(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, cache: CacheMemory, layer: int, step: ModelStep,
+    scale: float | None, wants_lse: bool,
+) -> Made:  # fmt: skip
+    if (k is None) != (v is None):
+        raise ConfigurationError("cached_attention: give both k and v, or neither to read only")
+    _check_call(q, cache, layer, step)
+    scale = checked_scale(scale, q.shape[-1])
+    if k is None or v is None:
+        return _read(q, cache, layer, step, scale, wants_lse)
+    _check_new(q, k, v, cache, layer, step)
+    if step.layout is not None and cache.cp.world_size > 1:
+        return _attend_own(q, k, v, cache, layer, step, step.layout, scale)
+    return _attend_shared(q, k, v, cache, layer, step, scale, wants_lse)
+
+
+def _attend_shared(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep, scale: float,
+    wants_lse: bool,
+) -> Made:  # fmt: skip
+    """Attend from new tokens that every rank has: to what each has sealed, and what all have."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    filled, tokens, sight = cache.filled[layer], q.shape[2], cache.sight(layer)
+    after, held = filled.after(tokens, cache.room), filled.open + tokens
+    open_keys, open_values = cache.open_keys[layer], cache.open_values[layer]
+    written = held <= cache.room.open
+    if written:
+        keys, values = open_keys.narrow(2, 0, held), open_values.narrow(2, 0, held)
+        keys.narrow(2, filled.open, tokens).copy_(k)
+        values.narrow(2, filled.open, tokens).copy_(v)
+    else:
+        keys = torch.cat([open_keys[:, :, : filled.open], k], 2)
+        values = torch.cat([open_values[:, :, : filled.open], v], 2)
+    new_runs = (Positions(filled.length, filled.length + tokens),)
+
+    def local() -> Partial:
+        if tokens == 1 and sight.hides_nothing:
+            return cached_partial(q, keys, values, None, scale)
+        return rows_over(q, new_runs, keys, values, (*filled.open_runs, *new_runs), sight, scale)
+
+    found = _over_sealed(q, new_runs, cache, layer, step, scale, local, wants_lse)
+    cache.appended(layer, k, v, after, written)
+    return found
+
+
+def _read(q: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep, scale: float, wants_lse: bool) -> Made:
+    """Attend from rows that every rank has to all that is cached, all of which they see but for padding."""
+    q, filled = q.transpose(1, 2), cache.filled[layer]
+    runs = (Positions(filled.length, filled.length + 1),) * q.shape[2]
+    keys, values = (each[layer][:, :, : filled.open] for each in (cache.open_keys, cache.open_values))
+
+    def local() -> Partial:
+        return rows_over(q, runs, keys, values, filled.open_runs, cache.sight(layer), scale)
+
+    return _over_sealed(q, runs, cache, layer, step, scale, local, wants_lse)
+
+
+def _over_sealed(
+    q: torch.Tensor, runs: Runs, cache: CacheMemory, layer: int, step: ModelStep, scale: float,
+    local: Callable[[], Partial], wants_lse: bool,
+) -> Made:  # fmt: skip
+    """Return what `local` makes, merged with what the ranks make of their sealed tokens for rows that all have."""
+    counts = cache.filled[layer].counts
+
+    def sealed() -> Partial:
+        return _of_sealed(q, runs, cache, layer, scale)
+
+    if not any(counts):
+        return local()
+    if cache.cp.world_size == 1:
+        return merged(sealed(), local())
+    rows = Rows(q.shape[0], q.shape[1], q.shape[2], cache.value_dim, cache.dtype)
+    found = cache.exchange("all", rows)
+    return found.shared(sealed, local, f"partial results of layer {layer} in step {step.number}", wants_lse)
+
+
+def _of_sealed(q: torch.Tensor, runs: Runs, cache: CacheMemory, layer: int, scale: float) -> Partial:
+    """Return the partial result of rows q [B, H, T, D] over this rank's sealed tokens, all of which come before."""
+    keys, values = cache.sealed(layer)
+    sight = cache.sight(layer)
+    if sight.hides_nothing:
+        return cached_partial(q, keys, values, None, scale)
+    return rows_over(q, runs, keys, values, cache.filled[layer].sealed[cache.cp.rank], sight, scale)
+
+
+def _attend_own(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep, layout: Layout,
+    scale: float,
+) -> Partial:  # fmt: skip
+    """Attend from this rank's part of new tokens: to new ones by a schedule, to sealed ones where they lie."""
+    filled, sight, cp = cache.filled[layer], cache.sight(layer), cache.cp
+    mask: Mask = Causal() if sight.window is None else Causal() & SlidingWindow(sight.window - 1)
+    out, lse = attend(q, k, v, cp, mask, scale, training=False, layout=layout)
+    new = out.transpose(1, 2).float(), lse
+    runs = [runs_of(layout, rank, filled.length) for rank in range(cp.world_size)]
+    if filled.open:
+        keys, values = (each[layer][:, :, : filled.open] for each in (cache.open_keys, cache.open_values))
+        opened = rows_over(q.transpose(1, 2), runs[cp.rank], keys, values, filled.open_runs, sight, scale)
+        new = merged(new, opened)
+    found = new
+    if any(filled.counts):
+        rows = Rows(q.shape[0], q.shape[2], q.shape[1], cache.value_dim, cache.dtype)
+
+        def sealed(rank: int, theirs: torch.Tensor) -> Partial:
+            return _of_sealed(theirs.transpose(1, 2), runs[rank], cache, layer, scale)
+
+        exchange = cache.exchange("tokens", rows)
+        found = exchange.own(q, sealed, lambda: new, f"rows and results of layer {layer} in step {step.number}")
+    cache.sharded(layer, k.transpose(1, 2), v.transpose(1, 2), layout)
+    return found
+
+
+# ---------- checks
+
+
+def _check_call(q: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep) -> None:
+    """Raise ConfigurationError unless q and the layer fit the cache and its step."""
+    if not isinstance(q, torch.Tensor):
+        raise ConfigurationError(f"q is of type {type(q).__name__}; give a tensor [B, T, H, D]")
+    if not isinstance(layer, int) or not 0 <= layer < cache.layers:
+        raise ConfigurationError(f"layer={layer!r}: the cache has layers 0 to {cache.layers - 1}")
+    if step.layer is not None and step.layer != layer:
+        raise ConfigurationError(f"layer {layer} in a step of layer {step.layer}")
+    if q.dim() != 4 or q.shape[0] != cache.batch or q.shape[3] != cache.head_dim or q.shape[2] % cache.kv_heads:
+        raise ConfigurationError(
+            f"q is {list(q.shape)}: this cache takes [{cache.batch}, T, Hq, {cache.head_dim}] with Hq a multiple of "
+            f"{cache.kv_heads}"
+        )
+    if q.dtype != cache.dtype or q.device != cache.device:
+        raise ConfigurationError(f"q is {q.dtype} on {q.device}, and the cache {cache.dtype} on {cache.device}")
+
+
+def _check_new(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep
+) -> None:
+    """Raise ConfigurationError unless new keys and values fit q, the cache and the step."""
+    tokens = step.local_tokens
+    if cache.filled[layer].length != step.before:
+        raise ConfigurationError(f"layer {layer} has its tokens of step {step.number}: call it once in each step")
+    if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
+        raise ConfigurationError(f"k and v are of type {type(k).__name__} and {type(v).__name__}; give tensors")
+    wanted = [(cache.batch, tokens, cache.kv_heads, width) for width in (cache.head_dim, cache.value_dim)]
+    if q.shape[1] != tokens or k.shape != wanted[0] or v.shape != wanted[1]:
+        raise ConfigurationError(
+            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: step {step.number} has {tokens} tokens at rank "
+            f"{cache.cp.rank}, so give k {list(wanted[0])} and v {list(wanted[1])}"
+        )
+    if k.dtype != cache.dtype or v.dtype != cache.dtype:
+        raise ConfigurationError(f"k is {k.dtype}, v {v.dtype}, and the cache {cache.dtype}: give them as it is")

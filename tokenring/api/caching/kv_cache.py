@@ -1,0 +1,175 @@
+"""KVCache: keys and values of a model's layers, dealt over the ranks of a context and left where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from tokenring.api.caching.filling import Filled, Room, places
+from tokenring.api.caching.memory import CacheMemory, Home, Starts
+from tokenring.api.inputs import check_context
+from tokenring.api.standing import Standing
+from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.sequence.layout import as_integer
+from tokenring.sequence.workload import DTYPES
+
+if TYPE_CHECKING:
+    from tokenring.api.caching.model_step import ModelStep
+    from tokenring.api.context import ContextParallel
+
+
+class KVCache(CacheMemory, Standing):
+    """The keys and values of all layers of a model, for `cached_attention`. Make one on every rank, of the same sizes.
+
+        cache = tr.KVCache(cp, layers=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, capacity=131072)
+        with cache.step(token_ids):                                 # once for a forward pass of the model
+            out = tr.cached_attention(q, k, v, cache, layer=3)      # in each layer
+
+    Most tokens are sealed: each lies at one rank, and stays there. The newest, fewer than cp.world_size · page, are
+    open: they lie at every rank. When the open part is full, one page of it becomes sealed at each rank.
+
+    capacity: tokens of a sequence over all ranks. A rank has memory for capacity / cp.world_size sealed tokens and
+    cp.world_size · page open ones: `nbytes`. head_dim, value_dim: of k and of v (None: head_dim).
+    window: how many tokens a token sees, itself included, one number or one for each layer; None: all before it.
+    starts: the first token of each row of a batch that is padded on its left; None: none is.
+
+    Raises ConfigurationError or UnsupportedError for sizes that cannot be.
+    """
+
+    _internal: ClassVar[frozenset[str]] = frozenset((
+        "appended", "current", "exchange", "filled", "keys", "open_keys", "open_values", "room", "sealed", "sharded",
+        "sight", "steps", "values",
+    ))  # fmt: skip
+
+    def __init__(
+        self,
+        cp: ContextParallel,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        batch: int = 1,
+        value_dim: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        page: int = 64,
+        device: torch.device | str | None = None,
+        window: int | Sequence[int | None] | None = None,
+        starts: Starts = None,
+    ) -> None:
+        check_context(cp)
+        width, of_values = _size("head_dim", head_dim), value_dim
+        widths = width, width if of_values is None else _size("value_dim", of_values)
+        total, count, world = _size("capacity", capacity), _size("layers", layers), cp.world_size
+        if dtype not in DTYPES:
+            raise UnsupportedError(f"a cache of {dtype} is not supported: use float32, bfloat16 or float16")
+        room = Room(world, _size("page", page), total, total // world)
+        where = torch.device("cpu" if device is None else device)
+        sizes = count, _size("batch", batch), _size("kv_heads", kv_heads), widths
+        super().__init__(cp, *sizes, room, dtype, where, _windows(window, count), starts)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a sequence that it has room for, over all ranks."""
+        return self.room.capacity
+
+    @property
+    def page(self) -> int:
+        """Tokens that become sealed together at a rank."""
+        return self.room.page
+
+    def __repr__(self) -> str:
+        return (
+            f"KVCache({self.length} of {self.capacity} tokens, {self.local_length} of them at rank {self.cp.rank} of "
+            f"{self.cp.world_size}, {self.layers} layers, {self.nbytes} bytes)"
+        )
+
+    # ---------- what it is told
+
+    def step(self, token_ids: torch.Tensor | int, q_home: Home = "all") -> ModelStep:
+        """Begin a forward pass of the model, to be used in a `with`: all ranks agree on it, once for all layers.
+
+        token_ids: the new tokens, [B, T], whole on every rank; ranks whose tokens differ are refused before anything
+        is cached. Or only their number T. q_home: "all" if every rank computes all of them; "tokens" if each computes
+        its part in cp's layout. Raises ConfigurationError, on all ranks, also where the cache has no room.
+        """
+        from tokenring.api.caching.model_step import ModelStep
+
+        return ModelStep(self, token_ids, q_home)
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens; a negative number: drop so many. No rank sends anything."""
+        self._outside_a_step("crop")
+        wanted = as_integer(length)
+        if wanted is None:
+            raise ConfigurationError(f"crop({length!r}): give the number of tokens to keep, or, below 0, to drop")
+        keep = max(0, self.length + wanted) if wanted < 0 else wanted
+        done: dict[Filled, Filled] = {}
+        for layer, filled in enumerate(self.filled):
+            if filled.length <= keep:
+                continue
+            runs = filled.sealed[self.cp.rank]
+            kept = (places(runs, self.device) < keep).nonzero()[:, 0]
+            if len(kept) and int(kept[-1]) != len(kept) - 1:  # what is dropped lies among what is kept
+                for each in (self.keys[layer], self.values[layer]):
+                    each[:, :, : len(kept)] = each.index_select(2, kept)
+            if filled not in done:
+                done[filled] = filled.cropped(keep)
+            self.filled[layer] = done[filled]
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Let row i of the batch go on with what row rows[i] has cached, as beam search does. rows: int64 [B]."""
+        self._outside_a_step("reorder")
+        if rows.shape != (self.batch,) or rows.dtype not in (torch.int64, torch.int32):
+            raise ConfigurationError(
+                f"reorder wants {self.batch} row numbers, int64; got {list(rows.shape)} in {rows.dtype}"
+            )
+        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch:
+            raise ConfigurationError(f"reorder wants row numbers from 0 to {self.batch - 1}; got {rows.tolist()}")
+        rows = rows.to(self.device)
+        for layer, filled in enumerate(self.filled):
+            sealed, opened = filled.counts[self.cp.rank], filled.open
+            for each, count in (
+                (self.keys, sealed), (self.values, sealed), (self.open_keys, opened), (self.open_values, opened)
+            ):  # fmt: skip
+                part = each[layer][:, :, :count]
+                part.copy_(part.index_select(0, rows))
+        if self._starts is not None:
+            self._pad(self._starts.index_select(0, rows))
+
+    def reset(self, starts: Starts = None) -> None:
+        """Forget all tokens, for another sequence in the same memory. starts: its padding, as above."""
+        self._outside_a_step("reset")
+        self._pad(starts)
+        self.filled = [self._empty] * self.layers
+
+    def close(self) -> None:
+        """Give back the memory."""
+        self._exchanges.clear()
+        self.keys, self.values, self.open_keys, self.open_values = [], [], [], []
+        self.filled = [self._empty]
+
+    def _outside_a_step(self, what: str) -> None:
+        if self.current is not None:
+            raise ConfigurationError(f"{what} inside of a step: end the `with cache.step(...)` before")
+
+
+def _size(name: str, given: object) -> int:
+    value = as_integer(given)
+    if value is None or value < 1:
+        raise ConfigurationError(f"KVCache: {name}={given!r}; give an integer from 1 on")
+    return value
+
+
+def _windows(window: int | Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
+    if window is None or isinstance(window, int):
+        found: tuple[int | None, ...] = (window,) * layers
+    else:
+        found = tuple(window)
+    if len(found) != layers or any(each is not None and (as_integer(each) or 0) < 1 for each in found):
+        raise ConfigurationError(
+            f"KVCache: window={window!r}; give a number from 1 on, or one (or None) for each of {layers} layers"
+        )
+    return found

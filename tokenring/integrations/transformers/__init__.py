@@ -1,0 +1,1 @@
+"""Hugging Face transformers, over the ranks of a context. Importing this imports no transformers."""

@@ -1,0 +1,246 @@
+"""`generate()` of transformers over a KV cache that is dealt over ranks.
+
+The decoder stack is wrapped: a long prompt is cut over the ranks, and what comes back is whole on every rank. Single
+tokens are computed by every rank. Attention of all layers is `cached_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tokenring.api.caching.cached_attention import cached_attention
+from tokenring.api.context import ContextParallel
+from tokenring.api.inputs import check_context
+from tokenring.api.sharding import positions, unshard
+from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
+from tokenring.sequence.layout import as_integer
+from tokenring.sequence.mask import Causal
+
+if TYPE_CHECKING:
+    from tokenring.api.caching.kv_cache import KVCache
+    from tokenring.integrations.transformers.served_cache import ServedCache
+
+NAME = "tokenring-serving"  # of the attention function, as transformers' config has it
+OF_MODULE = "_tokenring_serving"  # of each attention module
+SHARDED_FROM = 64  # tokens of a prompt: below, every rank computes all of them
+SEED_BYTES = 6
+
+
+def serve_with_tokenring(
+    model: Any, cp: ContextParallel, *, page: int = 64, chunk: int | None = None, shard_from: int = SHARDED_FROM
+) -> Serving:
+    """Let `model.generate()` keep its KV cache over the ranks of cp. Every rank holds the model, and makes each call.
+
+    model: a decoder with a head for the next token, of transformers (Llama, Qwen, Mistral and others of their build),
+    in evaluation mode. All ranks give the same prompts, and get the same tokens. page: tokens that become sealed
+    together. chunk: the longest piece in which a prompt is computed; None: at once. shard_from: from how many tokens on
+    a piece is cut over the ranks; rows of a batch that is padded on its left are not.
+
+    Returns a handle: its `close`, or the end of a `with`, leaves the model as it was.
+    Raises BackendUnavailable without transformers, and ConfigurationError; in a step UnsupportedError for masks that a
+    cache over ranks does not know (only padding on the left is), and what KVCache.step raises.
+    """
+    check_context(cp)
+    for name, value in (("page", page), ("chunk", 1 if chunk is None else chunk), ("shard_from", shard_from)):
+        if (as_integer(value) or 0) < 1:
+            raise ConfigurationError(f"serve_with_tokenring: {name}={value!r}; give an integer from 1 on")
+    return Serving(model, cp, page, chunk, shard_from)
+
+
+class Serving:
+    """A model whose cache lies over ranks, until it is closed. cache: of the last step."""
+
+    def __init__(self, model: Any, cp: ContextParallel, page: int, chunk: int | None, shard_from: int) -> None:
+        try:
+            from transformers import AttentionInterface
+        except ImportError as error:
+            raise BackendUnavailable("transformers is not installed here: pip install transformers") from error
+        self.model, self.cp, self.cache = model, cp, None  # type: Any, ContextParallel, KVCache | None
+        self._page, self._chunk, self._shard_from = page, chunk, shard_from
+        self._decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+        if self._decoder is None or self._decoder is model or not hasattr(model, "_prepare_cache_for_generation"):
+            raise UnsupportedError(f"a {type(model).__name__} has no decoder that generates: give a causal model")
+        self._config = model.config.get_text_config(decoder=True)
+        self._windows = windows_of(self._config)
+        AttentionInterface.register(NAME, _attention)
+        self._before = self._config._attn_implementation
+        model.set_attn_implementation(NAME)
+        self._inner: Callable[..., Any] = self._decoder.forward
+        self._prepare: Callable[..., Any] = model._prepare_cache_for_generation
+        self._decoder.forward, model._prepare_cache_for_generation = self._forward, self._prepared
+        for module in self._attentions():
+            setattr(module, OF_MODULE, self)
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the model as it was; closing twice is fine."""
+        if self._before is None:
+            return
+        for owner, name in ((self._decoder, "forward"), (self.model, "_prepare_cache_for_generation")):
+            owner.__dict__.pop(name, None)
+        for module in self._attentions():
+            module.__dict__.pop(OF_MODULE, None)
+        self.model.set_attn_implementation(self._before)
+        self._before = self.cache = None
+
+    def new_cache(self, capacity: int) -> ServedCache:
+        """Return an empty cache for `generate(past_key_values=...)`. capacity: tokens of a sequence, over all ranks."""
+        from tokenring.integrations.transformers.served_cache import ServedCache
+
+        config = self._config
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        sizes = {
+            "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            "head_dim": width, "dtype": self.model.dtype, "device": self.model.device,
+        }  # fmt: skip
+        return ServedCache(self.cp, sizes, self._windows, capacity, self._page)
+
+    def _attentions(self) -> list[Any]:
+        return [each for each in self._decoder.modules() if hasattr(each, "layer_idx")]  # type: ignore[union-attr]
+
+    # ---------- in place of what transformers does
+
+    def _prepared(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Give `generate` a cache of ours, as long as it may get; and all ranks one seed, where it draws tokens."""
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            if generation_config.cache_implementation is not None:
+                raise UnsupportedError(
+                    f"cache_implementation={generation_config.cache_implementation!r} is another cache than the one "
+                    f"over ranks: leave it out"
+                )
+            model_kwargs["past_key_values"] = self.new_cache(_longest(generation_config))
+        if generation_config.do_sample:
+            self._seed()
+        return self._prepare(generation_config, model_kwargs, *args, **kwargs)
+
+    def _seed(self) -> None:
+        """Seed the generators of all ranks with a number that rank 0 draws, so that all draw the same tokens."""
+        transport = self.cp.transport_for(self.model.device)
+        if transport is not None:
+            mine = int(torch.randint(1 << (8 * SEED_BYTES), ()))
+            told = transport.exchange(mine.to_bytes(SEED_BYTES, "little"), "the seed of sampling")
+            torch.manual_seed(int.from_bytes(told[0], "little"))
+
+    def _forward(
+        self, input_ids: torch.Tensor | None = None, attention_mask: Any = None,
+        position_ids: torch.Tensor | None = None, past_key_values: Any = None, inputs_embeds: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Run the decoder stack on new tokens [B, T], in pieces; the hidden states are whole on every rank."""
+        if input_ids is None or inputs_embeds is not None:
+            raise UnsupportedError("a cache over ranks agrees on token ids: give input_ids, not inputs_embeds")
+        if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
+            raise UnsupportedError("attentions and hidden states of layers are not gathered: leave them out")
+        batch, tokens = input_ids.shape
+        cached = self.new_cache(tokens) if past_key_values is None else past_key_values
+        past = cached.get_seq_length()
+        if not hasattr(cached, "of_batch"):
+            raise ConfigurationError(
+                f"past_key_values is a {type(cached).__name__}, which lies at one rank: give a cache from "
+                f"Serving.new_cache, or none"
+            )
+        cache = self.cache = cached.of_batch(batch, starts_of(attention_mask, batch, past + tokens))
+        if position_ids is None:
+            position_ids = torch.arange(past, past + tokens, device=input_ids.device)[None]
+        found, parts = None, []
+        for first, last, home in self._pieces(tokens, cache):
+            places = torch.arange(first, last, device=input_ids.device)
+            if home == "tokens":
+                places = first + positions(self.cp, last - first, input_ids.device, mask=self._mask)
+            with cache.step(input_ids[:, first:last], home):  # type: ignore[arg-type]
+                found = self._inner(
+                    input_ids=input_ids[:, places], position_ids=position_ids[:, places], past_key_values=cached,
+                    **{**kwargs, "use_cache": True},
+                )  # fmt: skip
+            hidden = found.last_hidden_state
+            parts.append(unshard(hidden, self.cp, 1, mask=self._mask) if home == "tokens" else hidden)
+        assert found is not None  # there is a token at least
+        found.last_hidden_state = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        if past_key_values is None:
+            found.past_key_values = None
+        return found
+
+    @property
+    def _mask(self) -> Any:
+        """The mask by which layout "auto" cuts."""
+        return Causal() if self.cp.layout == "auto" else None
+
+    def _pieces(self, tokens: int, cache: KVCache) -> list[tuple[int, int, str]]:
+        """Return where new tokens are cut: what is sharded divides into the chunks of the layout."""
+        made, at = [], 0
+        unit = 1 if self.cp.world_size == 1 else len(self.cp.layout_for(1 << 20, Causal()).chunks)
+        longest = tokens if self._chunk is None else self._chunk
+        while at < tokens:
+            count = min(longest, tokens - at)
+            even = count // unit * unit
+            sharded = self.cp.world_size > 1 and cache.starts is None and count >= self._shard_from and even
+            count, home = (even, "tokens") if sharded else (count, "all")
+            made.append((at, at + count, home))
+            at += count
+        return made
+
+
+def _attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, **other: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Attend from new tokens, q, k and v [B, H, T, D], as transformers calls it; the result is [B, T, H, D]."""
+    serving: Serving | None = getattr(module, OF_MODULE, None)
+    if serving is None or serving.cache is None:
+        raise ConfigurationError(f"a {type(module).__name__} outside of serve_with_tokenring: call the whole model")
+    layer, cache = int(module.layer_idx), serving.cache  # type: ignore[arg-type]
+    if attention_mask is not None or dropout or other.get("softcap") or other.get("s_aux") is not None:
+        raise UnsupportedError("masks of one's own, dropout, soft-capped scores and sinks have no cache over ranks")
+    if not getattr(module, "is_causal", True) or sliding_window != cache.windows[layer]:
+        raise UnsupportedError(
+            f"layer {layer} has sliding_window={sliding_window}, and its cache {cache.windows[layer]}: this model's "
+            f"layers differ from its config"
+        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return cached_attention(q, k, v, cache, layer, scale=scaling), None
+
+
+def _longest(config: Any) -> int:
+    """Return the tokens that a generation may cache; assisted decoding drops some of them again."""
+    drafts = (getattr(config, name, None) or 0 for name in ("prompt_lookup_num_tokens", "num_assistant_tokens"))
+    return int(config.max_length) + max(1, *drafts)
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """Return how many tokens a token of each layer sees, as a config of transformers says; None: all."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * config.num_hidden_layers
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedError(f"layers of kind {', '.join(sorted(unknown))} have no cache over ranks")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def starts_of(attention_mask: Any, batch: int, length: int) -> torch.Tensor | None:
+    """Return the first token of each row, int64 [B], of a mask [B, length]; None: no row is padded.
+
+    Raises UnsupportedError for any mask but one of padding on the left.
+    """
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != (batch, length):
+        shape = list(getattr(attention_mask, "shape", ())) or type(attention_mask).__name__
+        raise UnsupportedError(f"attention_mask is {shape}: a cache over ranks takes padding, [{batch}, {length}]")
+    shown = attention_mask.bool()
+    if bool(shown.all()):
+        return None
+    starts = length - shown.sum(dim=1)
+    if not torch.equal(shown, torch.arange(length, device=shown.device) >= starts[:, None]):
+        raise UnsupportedError(
+            "attention_mask hides tokens inside or at the end of a row: pad on the left (padding_side='left'), and "
+            "give attention_mask=torch.ones_like(ids) where pad_token_id is an ordinary token of the prompt"
+        )
+    return starts

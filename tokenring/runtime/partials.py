@@ -1,0 +1,210 @@
+"""The exchanges of cached attention: rows of q to all ranks, and partial results to where they are merged.
+
+Keys and values stay where they lie. So memory, messages and their sizes follow from the rows of a call alone, whatever
+is cached, and are bound once for each number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tokenring.backends.merging.all_at_once import merge_all, merge_outs
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS
+from tokenring.lowering.records import aligned
+
+if TYPE_CHECKING:
+    from tokenring.backends.interfaces import Landing, Transport, Work
+    from tokenring.runtime.pool import Pool
+
+LSE_BYTES = 4  # of fp32
+Partial = tuple[torch.Tensor, torch.Tensor]  # out [B, H, T, D], lse [B, H, T]
+
+
+class Rows(NamedTuple):
+    """The rows of one partial result: out [batch, heads, tokens, width] in dtype, and their lse in fp32."""
+
+    batch: int
+    heads: int
+    tokens: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def number(self) -> int:
+        """Rows of all heads and the whole batch."""
+        return self.batch * self.heads * self.tokens
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of a message with them: lse first, then out."""
+        return self.number * (LSE_BYTES + self.width * self.dtype.itemsize)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the memory that a message takes."""
+        return aligned(self.message_bytes)
+
+
+class PartialSlots:
+    """So many partial results of one size, one after another in one piece of memory (uint8).
+
+    outs [n, B, H, T, D] and lses [n, B, H, T] are views of all of them, messages[i] the bytes of the i-th.
+    """
+
+    def __init__(self, memory: torch.Tensor, rows: Rows, count: int) -> None:
+        size, item = rows.slot_bytes, rows.dtype.itemsize
+        memory = memory[: count * size]
+        self.messages = [memory[at : at + rows.message_bytes] for at in range(0, count * size, size)]
+        lse, out = memory.view(torch.float32), memory.view(rows.dtype)
+        start = out.storage_offset() + rows.number * LSE_BYTES // item
+        shape = rows[:3]
+        flat = lse.as_strided((count, rows.number), (size // LSE_BYTES, 1), lse.storage_offset())
+        self.lses = flat.view(count, *shape)
+        steps = size // item, rows.width, 1
+        self.outs = out.as_strided((count, rows.number, rows.width), steps, start).view(count, *shape, rows.width)
+        self.each = list(zip(self.outs.unbind(0), self.lses.unbind(0), strict=True))
+
+    def put(self, index: int, partial: Partial) -> None:
+        """Write the index-th partial result."""
+        out, lse = self.each[index]
+        out.copy_(partial[0])
+        lse.copy_(partial[1])
+
+
+class Post(NamedTuple):
+    """A message of an exchange, to or from a peer."""
+
+    peer: int
+    data: torch.Tensor
+
+
+class Posts:
+    """The messages of one exchange, between all pairs of ranks on one channel, bound to a transport."""
+
+    def __init__(self, transport: Transport, channel: str, receives: Iterable[Post], sends: Iterable[Post]) -> None:
+        self._transport, self._channel = transport, channel
+        self._receives, self._sends = tuple(receives), tuple(sends)
+
+    @property
+    def landings(self) -> list[Landing]:
+        """Memory where its messages land, in the order of their posts."""
+        return [(src, self._channel, data) for src, data in self._receives]
+
+    def receive(self, label: str) -> list[Work]:
+        """Post the receives, unless they go with the sends."""
+        if not self._transport.target.early_receives:
+            return []
+        return [self._transport.recv(data, src, self._channel, label) for src, data in self._receives]
+
+    def send(self, label: str) -> list[Work]:
+        """Post the sends; where directions are matched together also the receives, of each pair in one order."""
+        transport, channel = self._transport, self._channel
+        if transport.target.early_receives:
+            handles = [transport.send(data, dst, channel, label) for dst, data in self._sends]
+        else:
+            handles = []
+            for (peer, out), (_, into) in zip(self._sends, self._receives, strict=True):
+                if transport.rank < peer:
+                    handles.append(transport.send(out, peer, channel, label))
+                handles.append(transport.recv(into, peer, channel, label))
+                if transport.rank > peer:
+                    handles.append(transport.send(out, peer, channel, label))
+        if transport.target.grouping:
+            transport.go()
+        return handles
+
+
+class PartialExchange:
+    """Memory and messages of cached attention for calls of one size.
+
+    home "all": every rank has all rows, and gets the partial results of all. home "tokens": each rank has rows of its
+    own, which go to all; their partial results come back. local: partial results that are a rank's own, beside.
+    """
+
+    def __init__(self, transport: Transport, pool: Pool, home: str, rows: Rows, q_width: int) -> None:
+        self.home, self.rows, self._transport, self._pool = home, rows, transport, pool
+        world, me = transport.world_size, transport.rank
+        others = [rank for rank in range(world) if rank != me]
+        q_bytes = aligned(rows.number * q_width * rows.dtype.itemsize) if home == "tokens" else 0
+        slots = (2 * world if home == "tokens" else world) + 1
+        pool.reserve(world * q_bytes + slots * rows.slot_bytes)
+        self.base = pool.data
+        pool.touch(world * q_bytes + slots * rows.slot_bytes)
+        at = world * q_bytes
+        self.made = PartialSlots(self.base[at:], rows, world + 1)  # to be merged: of each rank, and the rank's own
+        links = [(a, b, PARTIALS) for a in range(world) for b in range(world) if a != b]
+        if home == "tokens":
+            self.out = PartialSlots(self.base[at + (world + 1) * rows.slot_bytes :], rows, world)
+            shape, item = (rows.batch, rows.tokens, rows.heads, q_width), rows.dtype.itemsize
+            flat = [self.base[i * q_bytes : i * q_bytes + rows.number * q_width * item] for i in range(world)]
+            self.q = [each.view(rows.dtype).view(shape) for each in flat]
+            self._requests = Posts(
+                transport, REQUESTS, [Post(r, flat[r]) for r in others], [Post(r, flat[me]) for r in others]
+            )
+            sends = [Post(r, self.out.messages[r]) for r in others]
+            links += [(a, b, REQUESTS) for a, b, _ in links]
+        else:
+            sends = [Post(r, self.made.messages[me]) for r in others]
+        self.partials = Posts(transport, PARTIALS, [Post(r, self.made.messages[r]) for r in others], sends)
+        transport.prepare(links, self.base.device)
+        self._begin = self._placed()
+
+    @property
+    def placed(self) -> bool:
+        """True if its messages have places that the transport is told of, before each call."""
+        return self._begin is not None
+
+    @property
+    def usable(self) -> bool:
+        """True until the pool has grown: then it lies in memory that is given up."""
+        return self.base is self._pool.data
+
+    def _placed(self) -> Callable[[], None] | None:
+        if not self._transport.target.placing:
+            return None
+        requests = self._requests.landings if self.home == "tokens" else []
+        placement = self._transport.place(requests + self.partials.landings)
+        return lambda: self._transport.begin(placement)
+
+    def shared(
+        self, sealed: Callable[[], Partial], local: Callable[[], Partial], label: str, wants_lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return out and lse of rows that all ranks have: from what each makes of its keys, and of what all hold."""
+        if self._begin is not None:
+            self._begin()
+        received = self.partials.receive(label)
+        self.made.put(self._transport.rank, sealed())
+        sent = self.partials.send(label)
+        self.made.put(-1, local())
+        for each in received:
+            each.wait()
+        for each in sent:
+            each.wait()
+        if wants_lse:
+            return merge_all(self.made.outs, self.made.lses)
+        return merge_outs(self.made.outs, self.made.lses), None
+
+    def own(
+        self, q: torch.Tensor, sealed: Callable[[int, torch.Tensor], Partial], local: Callable[[], Partial], label: str
+    ) -> Partial:
+        """Return out and lse of this rank's rows q [B, T, H, D]: sealed(r, q) is what it makes of those of rank r."""
+        if self._begin is not None:
+            self._begin()
+        me, world = self._transport.rank, self._transport.world_size
+        asked = self._requests.receive(label)
+        self.q[me].copy_(q)
+        asked += self._requests.send(label)
+        received = self.partials.receive(label)
+        self.made.put(me, sealed(me, q))
+        self.made.put(-1, local())
+        for each in asked:
+            each.wait()
+        for rank in (r for r in range(world) if r != me):
+            self.out.put(rank, sealed(rank, self.q[rank]))
+        for each in chain(received, self.partials.send(label)):
+            each.wait()
+        return merge_all(self.made.outs, self.made.lses)
