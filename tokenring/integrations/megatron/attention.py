@@ -20,6 +20,7 @@ from tokenring.integrations.megatron.packed import attend_packed
 from tokenring.integrations.megatron.schedules import schedule_of_layer
 from tokenring.integrations.megatron.softmax import offset_of_layer, sharded_offset
 from tokenring.integrations.megatron.version import check_version, warn_if_not_run
+from tokenring.sequence.layout import contiguous
 
 if TYPE_CHECKING:
     from tokenring.sequence.mask import Mask
@@ -121,8 +122,9 @@ class TokenRingAttention(torch.nn.Module):
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (q, k, v))
         return attend_packed(
             q, k, v, packing, mask,
-            lambda q, k, v, mask: contexts.attend(
-                self.schedule, q, k, v, mask, self.softmax_scale, self._training, any_length=True, sinks=self._sinks(q)
+            lambda q, k, v, mask, pack: contexts.attend(
+                self.schedule, q, k, v, mask, self.softmax_scale, self._training, any_length=True, sinks=self._sinks(q),
+                layout=None if pack is None else contiguous(contexts.ranks, contexts.ranks * packing.tokens), pack=pack,
             ),
         )  # fmt: skip
 
