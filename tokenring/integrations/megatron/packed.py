@@ -29,7 +29,7 @@ MOST_NOMINAL = 16  # documents for which "auto" plans: more make planning longer
 
 
 class PackKind(NamedTuple):
-    """How many documents are in one call, over how many ranks, and the mask of each."""
+    """Number of documents in one call, ranks that hold them, and the mask of each."""
 
     documents: int
     ranks: int
@@ -175,22 +175,24 @@ def _attend_lengths(
 
 
 class LastPacking:
-    """The packing that was read last: all layers of a step get the same one, and reading one waits for the device."""
+    """The documents that were read last: all layers of a step get the same, and reading waits for the device."""
 
     def __init__(self) -> None:
         self._tensors: tuple[Any, ...] = ()  # they live on here: an address alone could be another tensor's by now
         self._key: tuple[object, ...] = ()
-        self._packing: Packing | None = None
+        self._found: Any = None
 
-    def of(self, params: Any, rank: int, ranks: int, tokens: int) -> Packing:
-        """Return `packing_of` these arguments; the one read last, if they are unchanged."""
+    def of(
+        self, params: Any, rank: int, ranks: int, tokens: int, read: Callable[[Any, int, int, int], Any] = packing_of
+    ) -> Any:
+        """Return what `read` makes of these arguments; what was read last, if they are unchanged."""
         tensors = tuple(getattr(params, name, None) for name in (*_names("q"), *_names("kv")))
-        key = (*map(_version, tensors), rank, ranks, tokens)
+        key = (*map(_version, tensors), rank, ranks, tokens, read)
         same = key == self._key and all(a is b for a, b in zip(tensors, self._tensors, strict=True))
-        if self._packing is None or not same:
-            self._packing = packing_of(params, rank, ranks, tokens)
+        if self._found is None or not same:
+            self._found = read(params, rank, ranks, tokens)
             self._tensors, self._key = tensors, key
-        return self._packing
+        return self._found
 
 
 def _names(of: str) -> tuple[str, str]:

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from tokenring.sequence.mask import Causal, Full, Mask
 from tokenring.sequence.slices import MOST_SLICES
 
-__all__ = ["MOST_SLICES", "slices_of"]
+__all__ = ["MOST_SLICES", "DocumentChunk", "slices_of", "slices_of_chunks"]
 
 Row = tuple[int, int, int, int, int | None, int | None]  # of a table of slices
 
 
-class _Chunk(NamedTuple):
+class DocumentChunk(NamedTuple):
     """Tokens of a document: where they lie in the order of the ranks, from where on in the document, and how many."""
 
     at: int
@@ -40,15 +40,15 @@ def slices_of(padded: Sequence[int], real: Sequence[int], ranks: int, tokens: in
             if is_whole and mask in (Causal(), Full()):
                 yield from _of_ranks(length // ranks, start, ranks, tokens, mask == Causal())
             else:
-                yield from _of_chunks([chunk for each in chunks for chunk in each], mask)
+                yield from slices_of_chunks([chunk for each in chunks for chunk in each], mask)
         start += length // ranks
 
 
-def _chunks(length: int, held: int, at: int, rank: int, ranks: int) -> list[_Chunk]:
+def _chunks(length: int, held: int, at: int, rank: int, ranks: int) -> list[DocumentChunk]:
     """Return a rank's chunks of a document without its padding; of one rank alone, the document."""
     size = length // (2 * ranks) if ranks > 1 else length
     numbers = (rank, 2 * ranks - 1 - rank) if ranks > 1 else (0,)
-    found = [_Chunk(at + index * size, number * size, size) for index, number in enumerate(numbers)]
+    found = [DocumentChunk(at + index * size, number * size, size) for index, number in enumerate(numbers)]
     cut = [each._replace(size=min(size, held - each.first)) for each in found]
     return [each for each in cut if each.size > 0]
 
@@ -71,7 +71,7 @@ def _of_ranks(size: int, start: int, ranks: int, tokens: int, is_causal: bool) -
             yield (q + half, q + size, kv, kv + size, None, None)
 
 
-def _of_chunks(chunks: Sequence[_Chunk], mask: Mask) -> Iterator[Row]:
+def slices_of_chunks(chunks: Sequence[DocumentChunk], mask: Mask) -> Iterator[Row]:
     """Yield the slices of any two chunks that see something of each other."""
     for q, kv in product(chunks, repeat=2):
         shift = (q.first - q.at) - (kv.first - kv.at)  # of kv - q, between the document and the order of the ranks
