@@ -26,6 +26,7 @@ DPA = "megatron.core.transformer.dot_product_attention"
 TE = "megatron.core.extensions.transformer_engine"
 SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 BATCH = "megatron.training.utils"
+ULYSSES = "mindspeed.core.context_parallel.ulysses_context_parallel.ulysses_context_parallel"
 ROTARY = "megatron.core.models.common.embeddings.rotary_pos_embedding"
 
 
@@ -80,6 +81,14 @@ class OwnAttention(torch.nn.Module):
         return torch.full_like(query, 7.0).flatten(-2)
 
 
+class OwnUlysses(torch.nn.Module):
+    """As UlyssesContextAttention: around the attention of whoever makes it."""
+
+    def __init__(self, local_attention: torch.nn.Module, sequence_process_group: Any, *rest: Any) -> None:
+        super().__init__()
+        self.local_attn = local_attention
+
+
 class ContextParallelFeature(Feature):
     """As MindSpeed's own of that name."""
 
@@ -88,10 +97,11 @@ class ContextParallelFeature(Feature):
         self.line = line
 
     def register_args(self, parser: argparse.ArgumentParser) -> None:
-        algorithms = ["megatron_cp_algo", "ulysses_cp_algo", "of_a_newcomer"]
+        algorithms = ["megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo", "of_a_newcomer"]
         parser.add_argument("--context-parallel-algo", default="megatron_cp_algo", choices=algorithms)
         parser.add_argument("--attention-mask-type", default="causal", choices=["causal", "general"])
         parser.add_argument("--cp-window-size", type=int, default=1)
+        parser.add_argument("--ulysses-degree-in-cp", type=int, default=None)
 
     def register_patches(self, patches: Any, args: Any) -> None:
         if int(args.context_parallel_size) == 1:
@@ -106,8 +116,12 @@ class ContextParallelFeature(Feature):
 def _rows(args: Any, length: int) -> torch.Tensor:
     """What this rank has of a sequence. Of an algorithm that is not known here it has all, without a word."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    if args.context_parallel_algo == "megatron_cp_algo":
+    if args.context_parallel_algo in ("megatron_cp_algo", "kvallgather_cp_algo"):
         return torch.tensor(zigzag(ranks, length).positions(rank))
+    if args.context_parallel_algo == "hybrid_cp_algo":
+        group, member = divmod(rank, args.ulysses_degree_in_cp)
+        held = torch.tensor(zigzag(ranks // args.ulysses_degree_in_cp, length).positions(group))
+        return held.view(args.ulysses_degree_in_cp, -1)[member]
     if args.context_parallel_algo == "ulysses_cp_algo":
         return torch.arange(length).chunk(ranks)[rank]
     return torch.arange(length)
@@ -153,6 +167,7 @@ class LikeMindSpeed:
         if self.line == "whole":
             found["mindspeed.te"] = {}
             found["mindspeed.core.context_parallel.adaptor"] = {"MindSpeedCPDotProductAttention": OwnAttention}
+            found[ULYSSES] = {"UlyssesContextAttention": OwnUlysses}
         return found
 
     def import_adaptor(self, *command_line: str) -> Any:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from mcore.stand_ins import config, layer, refusal
 from mindspeed_like import OURS, like_mindspeed
 from ranks import Here, RankPools
-from test_mindspeed import ASKED, attentions, parsed
+from test_mindspeed import ASKED, attentions
 from test_mindspeed import arguments as made_with
+from test_mindspeed_flags import parsed
 
 from tokenring.api.context import TIMEOUT_SECONDS
 from tokenring.errors import ConfigurationError

@@ -17,7 +17,7 @@ from ranks import Here, RankPools
 
 from tokenring import Causal, ContextParallel, Documents, Full, Mask, SlidingWindow, attention
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.integrations.megatron.packed import LastPacking, Packing, attend_packed, packing_of
+from tokenring.integrations.megatron.packed import LastPacking, Packing, PackKind, attend_packed, packing_of
 from tokenring.sequence.layout import zigzag
 
 EXACT = 2e-6
@@ -26,8 +26,8 @@ FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 
 class TestPacking:
     def test_reads_documents(self) -> None:
-        assert packing_of(params([3, 8, 0], [4, 8, 0]), 1, 2, 6) == Packing((4, 8, 0), (3, 8, 0), 1, 2)
-        assert packing_of(params([8]), 0, 1, 8) == Packing((8,), (8,), 0, 1)
+        assert packing_of(params([3, 8, 0], [4, 8, 0]), 1, 2, 6) == Packing((4, 8, 0), (3, 8, 0), 1, 2, 6)
+        assert packing_of(params([8]), 0, 1, 8) == Packing((8,), (8,), 0, 1, 8)
 
     def test_refuses_what_cannot_be_cut(self) -> None:
         text = refusal(ConfigurationError, lambda: packing_of(params([8, 6]), 0, 2, 7))
@@ -49,7 +49,7 @@ class TestPacking:
         assert "other cu_seqlens for keys" in refusal(UnsupportedError, lambda: packing_of(other, 0, 1, 16))
 
     def test_documents_of_one_length_go_together(self) -> None:
-        packing = Packing((4, 8, 4, 0, 8), (4, 8, 3, 0, 8), 0, 1)
+        packing = Packing((4, 8, 4, 0, 8), (4, 8, 3, 0, 8), 0, 1, 24)
         assert packing.alike(Causal()) == {(8, Causal()): [1, 4], (4, Causal()): [0, 2]}
         full = {(8, Full()): [1, 4], (4, Full()): [0], (4, Documents([0, 3])): [2]}
         assert packing.alike(Full()) == full
@@ -64,6 +64,63 @@ class TestPacking:
         with torch.inference_mode():
             given = params([8, 8])
         assert last.of(given, 0, 1, 16) is not last.of(given, 0, 1, 16)
+
+
+def seen_pairs(padded: list[int], real: list[int], ranks: int, tokens: int, mask: Mask) -> set[tuple[int, int]]:
+    """Which tokens see which, in the order of the ranks, token by token."""
+    place, start = {}, 0
+    for document, (length, held) in enumerate(zip(padded, real, strict=True)):
+        for rank in range(ranks):
+            rows = zigzag(ranks, length).positions(rank) if ranks > 1 else range(length)
+            for index, row in enumerate(rows):
+                if row < held:
+                    place[rank * tokens + start + index] = document, row
+        start += length // ranks
+    return {
+        (q, kv) for q, (a, i) in place.items() for kv, (b, j) in place.items() if a == b and mask.allows(i, j)
+    }  # fmt: skip
+
+
+class TestWhole:
+    @pytest.mark.parametrize("mask", [Causal(), Full(), SlidingWindow(4, 0), SlidingWindow(2, 5)], ids=str)
+    @pytest.mark.parametrize(("ranks", "real"), [(1, [5, 8, 3]), (2, [8, 16, 4]), (2, [5, 16, 1]), (3, [12, 7, 24])])
+    def test_is_what_the_documents_see(self, ranks: int, real: list[int], mask: Mask) -> None:
+        cut = 2 * ranks if ranks > 1 else 1
+        padded = [-(-length // cut) * cut for length in real]
+        tokens = sum(padded) // ranks + 1
+        whole = Packing(tuple(padded), tuple(real), 0, ranks, tokens).whole(mask)
+        assert whole is not None
+        every = range(ranks * tokens)
+        found = {(q, kv) for q in every for kv in every if whole.allows(q, kv)}
+        assert found == seen_pairs(padded, real, ranks, tokens, mask)
+
+    def test_has_one_slice_for_each_pair_of_ranks(self) -> None:
+        whole = Packing((8, 16), (8, 16), 0, 4, 6).whole(Causal())
+        assert whole is not None and whole.slices is not None and len(whole.slices) == 2 * 4 * 4
+
+    def test_many_documents_are_one_call(self) -> None:
+        """And so many that a mask cannot say them: a call for each length."""
+        assert calls_of(26) == [(1, 26 * 4)]
+        assert calls_of(2**16 + 1) == [(2**16 + 1, 4)]
+
+    def test_plans_are_for_as_many_documents(self) -> None:
+        assert [PackKind(count, 1, Causal()).nominal(32) for count in (1, 3, 5)] == [
+            Causal() & Documents(list(range(0, 33, 32 // count))) for count in (1, 2, 4)
+        ]
+
+
+def calls_of(documents: int) -> list[tuple[int, int]]:
+    """Batch and length of each call for so many documents of four tokens."""
+    called = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, pack: Any) -> torch.Tensor:
+        called.append((q.shape[0], q.shape[1]))
+        return q
+
+    x = torch.zeros(documents * 4, 1, 1)
+    lengths = (4,) * documents
+    attend_packed(x, x, x, Packing(lengths, lengths, 0, 1, len(x)), Causal(), attend)
+    return called
 
 
 LENGTHS = {"real": [5, 16, 0, 7, 16, 3], "padded": [8, 16, 0, 8, 16, 8]}
@@ -102,7 +159,7 @@ def packed_on_ranks(here: Here, mask: Mask, schedule: str) -> list[torch.Tensor]
     gradients = torch.autograd.grad(out, leaves, dout.flatten(1))
     if schedule == "auto":
         sizes = Counter(request.mask for _, request in made._contexts._for_sizes)
-        assert max(sizes.values()) <= 2  # of three lengths, and two kinds of padding under Full
+        assert max(sizes.values()) == 1  # one for the pack, of three lengths
     return [out.detach().unflatten(-1, (4, 16)), *gradients]
 
 
@@ -124,7 +181,7 @@ class TestPackedAttention:
         leaves = [x.requires_grad_() for x in (q, k, v)]
         cp = ContextParallel("self", layout="contiguous")
         packing = packing_of(params(**LENGTHS), 0, 1, TOKENS)
-        out = attend_packed(q, k, v, packing, mask, lambda q, k, v, mask: attention(q, k, v, cp, mask))
+        out = attend_packed(q, k, v, packing, mask, lambda q, k, v, mask, _: attention(q, k, v, cp, mask))
         found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
         for got, want in zip(found, packed_reference(q, k, v, dout, mask), strict=True):
             assert relative_error(got, want) <= EXACT

@@ -30,8 +30,9 @@ from mindspeed_like import (
     like_mindspeed,
     without,
 )
-from test_mindspeed import ASKED, attentions, parsed
+from test_mindspeed import ASKED, attentions
 from test_mindspeed import arguments as made_with
+from test_mindspeed_flags import parsed
 
 from tokenring import ConfigurationError, UnsupportedError
 from tokenring.integrations.megatron import TokenRingAttention
@@ -51,9 +52,13 @@ class LlmTeAttention(OwnAttention):
 class LlmPatches(Patches):
     """As MindSpeedPatchesManager (mindspeed/patch_utils.py): its patches can be looked up by their targets."""
 
-    @property
-    def patches_info(self) -> dict[str, Any]:
-        return {name: SimpleNamespace(patch_func=new) for name, new in self.recorded.items()}
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches_info: dict[str, Any] = {}
+
+    def register_patch(self, name: str, new: Any, force_patch: bool = False, create_dummy: bool = False) -> None:
+        super().register_patch(name, new, force_patch, create_dummy)
+        self.patches_info[name] = SimpleNamespace(patch_func=new)
 
 
 class LlmFeature(ContextParallelFeature):
@@ -145,7 +150,7 @@ def test_too_late(llm: LikeMindSpeed) -> None:
     ("given", "says"),
     [
         ({"attn_logit_softcapping": 50.0}, "--attn-logit-softcapping 50.0 does not go with"),
-        ({"mla_fa_divide_qk": True}, "--mla-fa-divide-qk True does not go with"),
+        ({"enable_dsa_indexer": True}, "--enable-dsa-indexer True does not go with"),
     ],
 )
 def test_what_it_adds_and_we_lack_is_refused(llm: LikeMindSpeed, given: dict[str, Any], says: str) -> None:
@@ -170,10 +175,24 @@ def made_plain(llm: LikeMindSpeed) -> Any:
     return attentions()[0](**made_with())
 
 
-def test_keys_in_parts_are_refused(llm: LikeMindSpeed) -> None:
-    made, x = attention(llm), torch.zeros(4, 1, 2, 16)
-    text = refusal(UnsupportedError, lambda: made([x, x], [x, x], x, None))
-    assert text == "query and key in parts (rope apart) are not supported: leave out --mla-fa-divide-qk"
+def test_keys_in_parts_are_joined(llm: LikeMindSpeed) -> None:
+    """As --mla-fa-divide-qk gives them; and with what its multi-latent attention says beside."""
+    made, (q, k, v) = attention(llm), torch.randn(3, 4, 1, 2, 16)
+    made.schedule = "ring"
+    wanted = made(q, k, v, None)
+    assert torch.equal(made([q[..., :12], q[..., 12:]], [k[..., :12], k[..., 12:]], v, None), wanted)
+    assert torch.equal(made(q, k, v, None, topk_indices=None, return_softmax=False), wanted)
+    assert "topk_indices" in refusal(UnsupportedError, lambda: made(q, k, v, None, topk_indices=q))
+
+
+def test_a_forward_of_another_attention_is_not_ours(llm: LikeMindSpeed) -> None:
+    """MindSpeed-LLM patches the forward of what stands there under kvallgather_cp_algo."""
+    import_module(OURS)
+    target, patches = f"{DPA}.DotProductAttention.forward", llm.patches
+    assert isinstance(patches, LlmPatches)
+    patches.patches_info[target] = SimpleNamespace(patch_func=LlmAttention.forward)
+    import_llm(llm, *ASKED)
+    assert target not in patches.patches_info
 
 
 def test_multi_latent_attention_is_a_subclass(llm: LikeMindSpeed) -> None:

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from tokenring.errors import UnsupportedError
-
 ADAPTOR = "mindspeed_llm.tasks.megatron_adaptor_v2"  # applies features when it is imported
+Parts = torch.Tensor | list[torch.Tensor]
 CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {  # attribute → which of its values, and why
     "attn_logit_softcapping": (bool, "logits cannot be capped here: leave it out"),
-    "mla_fa_divide_qk": (bool, "query and key in parts are not supported: leave it out"),
+    "enable_dsa_indexer": (bool, "an indexer's choice of tokens is not supported: leave out one of the two"),
 }
 
 
@@ -45,10 +44,9 @@ def registered(patch_manager: Any, target: str) -> Any:
     return getattr(found, "replaces", found)
 
 
-def check_whole(query: object, key: object) -> None:
-    """Raise UnsupportedError for the lists that --mla-fa-divide-qk makes."""
-    if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor)):
-        raise UnsupportedError("query and key in parts (rope apart) are not supported: leave out --mla-fa-divide-qk")
+def whole(x: Parts) -> torch.Tensor:
+    """Return query or key as one tensor: --mla-fa-divide-qk makes lists of their parts without and with rotation."""
+    return x if isinstance(x, torch.Tensor) else torch.cat(x, -1)
 
 
 def as_subclasses_expect(attention: Any) -> None:

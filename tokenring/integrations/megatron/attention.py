@@ -16,12 +16,14 @@ from tokenring.integrations.megatron.contexts import Contexts, contexts_of
 from tokenring.integrations.megatron.groups import group_of_call, group_of_layer, kept
 from tokenring.integrations.megatron.masks import mask_of_call, window_of_layer
 from tokenring.integrations.megatron.options import framework_seconds
-from tokenring.integrations.megatron.packed import attend_packed
+from tokenring.integrations.megatron.packed import Packing, attend_packed
 from tokenring.integrations.megatron.schedules import schedule_of_layer
 from tokenring.integrations.megatron.softmax import offset_of_layer, sharded_offset
 from tokenring.integrations.megatron.version import check_version, warn_if_not_run
+from tokenring.sequence.layout import contiguous
 
 if TYPE_CHECKING:
+    from tokenring.sequence.layout import Layout
     from tokenring.sequence.mask import Mask
 
 
@@ -106,9 +108,16 @@ class TokenRingAttention(torch.nn.Module):
     ) -> torch.Tensor:
         check_shapes(q, k, contexts.ranks)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        sinks = self._sinks(q)
-        made = contexts.attend(self.schedule, q, k, v, mask, self.softmax_scale, self._training, sinks=sinks)
-        return made.transpose(0, 1)
+        return self._attend(contexts, q, k, v, mask).transpose(0, 1)
+
+    def _attend(
+        self, contexts: Contexts, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
+        layout: Layout | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return out [B, T, Hq, Dv] of one call; layout: None for zigzag."""
+        return contexts.attend(
+            self.schedule, q, k, v, mask, self.softmax_scale, self._training, sinks=self._sinks(q), layout=layout
+        )
 
     def _sinks(self, q: torch.Tensor) -> torch.Tensor | None:
         """Return a logit for each head, where the queries are; None: there are none."""
@@ -119,10 +128,16 @@ class TokenRingAttention(torch.nn.Module):
     ) -> torch.Tensor:
         packing = contexts.packings.of(params, contexts.rank, contexts.ranks, q.shape[0])
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (q, k, v))
+        return self._documents(contexts, packing, mask, q, k, v)
+
+    def _documents(
+        self, contexts: Contexts, packing: Packing, mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
         return attend_packed(
             q, k, v, packing, mask,
-            lambda q, k, v, mask: contexts.attend(
-                self.schedule, q, k, v, mask, self.softmax_scale, self._training, any_length=True, sinks=self._sinks(q)
+            lambda q, k, v, mask, pack: contexts.attend(
+                self.schedule, q, k, v, mask, self.softmax_scale, self._training, any_length=True, sinks=self._sinks(q),
+                layout=None if pack is None else contiguous(contexts.ranks, contexts.ranks * packing.tokens), pack=pack,
             ),
         )  # fmt: skip
 

@@ -19,12 +19,14 @@ from tokenring.integrations.megatron.groups import kept
 from tokenring.integrations.megatron.packed import LastPacking
 from tokenring.integrations.megatron.startup import Announcer
 from tokenring.schedule.families.registry import misfit
-from tokenring.sequence.layout import make_layout
+from tokenring.sequence.layout import contiguous, make_layout
 from tokenring.sequence.mask import Mask
 from tokenring.sequence.workload import Request
 
 if TYPE_CHECKING:
     from tokenring.integrations.megatron.groups import KeptGroup, LayerGroup
+    from tokenring.integrations.megatron.packed import PackKind
+    from tokenring.sequence.layout import Layout
 
 ALWAYS_FITS = "ring"  # also one rank alone, where nothing moves
 _KEPT: dict[tuple[KeptGroup, object], Contexts] = {}
@@ -118,19 +120,25 @@ class Contexts:
         training: bool,
         any_length: bool = False,
         sinks: torch.Tensor | None = None,
+        layout: Layout | None = None,
+        pack: PackKind | None = None,
     ) -> torch.Tensor:
         """Return out [B, T, Hq, D] of tokens that this rank holds.
 
         training: as in tokenring.api.attention.attend. any_length: B documents, where each step brings ones of other
         lengths; "auto" does not plan for each of these, but once for all sizes up to the next power of two.
+        layout: of the tokens, where it is not zigzag. pack: what documents `mask` and `layout` are of; "auto" plans
+        once for about as many.
         """
         cp = taken = self.context(schedule, q_BTHD.device)
+        if self.ranks == 1:
+            layout = None
         if self.ranks == 1 or torch.compiler.is_compiling():
-            return attend(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, sinks=sinks)[0]
-        q, k, v, request = prepared(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, sinks=sinks)
+            return attend(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, sinks=sinks, layout=layout)[0]
+        q, k, v, request = prepared(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, sinks=sinks, layout=layout)
         kind = request
         if any_length:
-            kind = _nominal(request, self.ranks)
+            kind = _nominal(request, self.ranks, pack)
             taken = self._for_size(schedule, kind, request)
         out, _ = attend_as(q, k, v, taken, request, sinks)
         self.announce(schedule, kind)
@@ -150,18 +158,20 @@ class Contexts:
         return self.context(_fitting(self._for_sizes[schedule, nominal], request, cp), request.device)
 
 
-def _nominal(request: Request, ranks: int) -> Request:
+def _nominal(request: Request, ranks: int, pack: PackKind | None) -> Request:
     """Return the call that stands for all of about its size: sizes up to the next power of two, without padding."""
     size = request.workload
     length = _power_of_two(size.q_length, 2 * ranks)
     size = replace(size, batch=_power_of_two(size.batch, 1), q_length=length, kv_length=length)
+    if pack is not None:
+        return replace(request, workload=size, mask=pack.nominal(length), layout=contiguous(ranks, length))
     return replace(request, workload=size, mask=replace(request.mask, cu_seqlens=None))
 
 
 def _fitting(name: str, request: Request, cp: ContextParallel) -> str:
     """Return the schedule if its pieces divide these documents, else it without pieces, else one that always fits."""
     size = request.workload
-    layout = make_layout(cp.layout, cp.world_size, size.q_length)
+    layout = request.layout or make_layout(cp.layout, cp.world_size, size.q_length)
     for each in (name, name.partition("/pieces")[0]):
         if misfit(each, cp.world_size, size, layout, layout) is None:
             return each

@@ -1,7 +1,8 @@
 """Packed sequences: documents of unequal lengths one after another (Megatron's format "thd").
 
 Every rank holds a part of each document, which is cut zigzag by itself: document i of padded length n gives each of P
-ranks n / P tokens, in the order of the documents. So documents of one length are a batch, and each length is one call.
+ranks n / P tokens, in the order of the documents. All documents are one call: of a sequence that is what rank 0 holds,
+then what rank 1 holds, and so on, under a mask of slices that says which of these tokens see each other.
 
 t tokens held here, of all documents; B documents of one length, T tokens of each held here, H heads, D head dim.
 """
@@ -11,30 +12,50 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
-from typing import Any
+from functools import cached_property, lru_cache
+from itertools import islice, pairwise
+from typing import Any, NamedTuple
 
 import torch
 
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.integrations.megatron.packs import MOST_SLICES, slices_of
 from tokenring.sequence.layout import zigzag
-from tokenring.sequence.mask import Documents, Mask
+from tokenring.sequence.mask import Documents, Mask, Slices
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mask], torch.Tensor]  # q, k, v [B, T, H, D], mask → out
+# q, k, v [B, T, H, D], mask, and the pack if the mask is of all its documents → out
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mask, "PackKind | None"], torch.Tensor]
+MOST_NOMINAL = 16  # documents for which "auto" plans: more make planning longer and change no choice
+
+
+class PackKind(NamedTuple):
+    """Number of documents in one call, ranks that hold them, and the mask of each."""
+
+    documents: int
+    ranks: int
+    mask: Mask
+
+    def nominal(self, length: int) -> Mask:
+        """Return the mask of about as many documents, of equal length, in so many tokens: 2^n times 2 · ranks."""
+        count = min(1 << self.documents.bit_length() - 1, length // (2 * self.ranks), MOST_NOMINAL)
+        lengths = (length // count,) * count
+        found = _whole(lengths, lengths, self.ranks, length // self.ranks, self.mask)
+        return self.mask if found is None else found
 
 
 @dataclass(frozen=True)
 class Packing:
     """Documents of a packed sequence, whole: each one's tokens with and without the padding at its end.
 
-    padded, real: of each document. rank, ranks: of the group that holds them together.
+    padded, real: of each document. rank, ranks: of the group that holds them together. tokens: held here, t; those
+    behind the last document are padding.
     """
 
     padded: tuple[int, ...]
     real: tuple[int, ...]
     rank: int
     ranks: int
+    tokens: int
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -45,6 +66,13 @@ class Packing:
     def has_padding(self) -> bool:
         """True if any document has padding."""
         return self.padded != self.real
+
+    def whole(self, mask: Mask) -> Mask | None:
+        """Return the mask of all documents in one call, by the mask of one; None: it has more slices than a mask may.
+
+        Its positions are the tokens of rank 0, then those of rank 1, and so on: layout contiguous.
+        """
+        return _whole(self.padded, self.real, self.ranks, self.tokens, mask)
 
     def alike(self, mask: Mask) -> dict[tuple[int, Mask], list[int]]:
         """Return the documents that go as one batch, longest first: by padded length, and by the mask of one document.
@@ -103,7 +131,15 @@ def packing_of(params: Any, rank: int, ranks: int, tokens: int) -> Packing:
             f"cu_seqlens end at {sum(padded)}, but {ranks} ranks hold {tokens} tokens each, {tokens * ranks} together: "
             f"cu_seqlens count tokens of the whole sequence, over all ranks of the context-parallel group"
         )
-    return Packing(padded, real, rank, ranks)
+    return Packing(padded, real, rank, ranks, tokens)
+
+
+@lru_cache(maxsize=64)
+def _whole(padded: tuple[int, ...], real: tuple[int, ...], ranks: int, tokens: int, mask: Mask) -> Mask | None:
+    found = list(islice(slices_of(padded, real, ranks, tokens, mask), MOST_SLICES + 1))
+    if not found or len(found) > MOST_SLICES:
+        return None
+    return Slices(found, q_start=None)
 
 
 def attend_packed(
@@ -111,14 +147,25 @@ def attend_packed(
 ) -> torch.Tensor:
     """Compute attention of each document to itself: out [t, Hq, Dv] of q [t, Hq, D], k [t, Hkv, D], v [t, Hkv, Dv].
 
-    Padding, inside documents and after the last, gets out 0 and no gradient. mask: of one document.
+    Padding, inside documents and after the last, gets out 0 and no gradient. mask: of one document. attend: is called
+    once, with the mask of all; where that has too many slices, and under torch.compile, once for each length.
     """
+    whole = None if torch.compiler.is_compiling() else packing.whole(mask)
+    if whole is not None:
+        return attend(q[None], k[None], v[None], whole, PackKind(len(packing.real), packing.ranks, mask))[0]
+    return _attend_lengths(q, k, v, packing, mask, attend)
+
+
+def _attend_lengths(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, mask: Mask, attend: Attend
+) -> torch.Tensor:
+    """Compute `attend_packed` by one call for each length, of documents as a batch."""
     rest, device = q.shape[0] - sum(packing.held), q.device
     parts = [torch.split(x, [*packing.held, rest]) for x in (q, k, v)]
     outs = [part.new_zeros(*part.shape[:2], v.shape[-1]) for part in parts[0]]
     for (_, document_mask), members in packing.alike(mask).items():
         q, k, v = (torch.stack([part[index] for index in members]) for part in parts)
-        for index, out in zip(members, attend(q, k, v, document_mask), strict=True):
+        for index, out in zip(members, attend(q, k, v, document_mask, None), strict=True):
             outs[index] = out
     whole = torch.cat(outs)
     if packing.has_padding:
@@ -128,22 +175,24 @@ def attend_packed(
 
 
 class LastPacking:
-    """The packing that was read last: all layers of a step get the same one, and reading one waits for the device."""
+    """The documents that were read last: all layers of a step get the same, and reading waits for the device."""
 
     def __init__(self) -> None:
         self._tensors: tuple[Any, ...] = ()  # they live on here: an address alone could be another tensor's by now
         self._key: tuple[object, ...] = ()
-        self._packing: Packing | None = None
+        self._found: Any = None
 
-    def of(self, params: Any, rank: int, ranks: int, tokens: int) -> Packing:
-        """Return `packing_of` these arguments; the one read last, if they are unchanged."""
+    def of(
+        self, params: Any, rank: int, ranks: int, tokens: int, read: Callable[[Any, int, int, int], Any] = packing_of
+    ) -> Any:
+        """Return what `read` makes of these arguments; what was read last, if they are unchanged."""
         tensors = tuple(getattr(params, name, None) for name in (*_names("q"), *_names("kv")))
-        key = (*map(_version, tensors), rank, ranks, tokens)
+        key = (*map(_version, tensors), rank, ranks, tokens, read)
         same = key == self._key and all(a is b for a, b in zip(tensors, self._tensors, strict=True))
-        if self._packing is None or not same:
-            self._packing = packing_of(params, rank, ranks, tokens)
+        if self._found is None or not same:
+            self._found = read(params, rank, ranks, tokens)
             self._tensors, self._key = tensors, key
-        return self._packing
+        return self._found
 
 
 def _names(of: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 from tokenring.sequence.workload import Request
 
 LOG = logging.getLogger("tokenring")
+MOST_SHOWN = 4  # slices of a mask
 
 
 class Announcer:
@@ -55,7 +56,13 @@ def described(cp: ContextParallel, request: Request) -> str:
     heads = f"{size.q_heads} query and {size.kv_heads} kv heads of {dims}"
     tokens = f"{size.batch} × {size.q_length:,} tokens in {dtype}"
     why = plan.reason if plan.reason.startswith(plan.name) else f"{plan.name}, {plan.reason}"
-    return f"attention of {heads}, {tokens}, {request.mask}, over {cp.world_size} ranks: {why}"
+    return f"attention of {heads}, {tokens}, {_mask_text(request)}, over {cp.world_size} ranks: {why}"
+
+
+def _mask_text(request: Request) -> str:
+    """Return the mask as text; of many slices, which packed documents are, only how many."""
+    slices = request.mask.slices
+    return str(request.mask) if slices is None or len(slices) <= MOST_SHOWN else f"a mask of {len(slices)} slices"
 
 
 def _topology(cp: ContextParallel, device: torch.device) -> Topology | None:

@@ -9,12 +9,15 @@ import torch
 
 from tokenring.api.attention import prepared
 from tokenring.integrations.megatron import TokenRingAttention
-from tokenring.integrations.megatron.arguments import check_call, check_cut
+from tokenring.integrations.megatron.arguments import check_call, check_cut, check_shapes
 from tokenring.integrations.megatron.contexts import Contexts
 from tokenring.integrations.megatron.masks import mask_of_call
 from tokenring.integrations.megatron.worth import saves_too_little
 from tokenring.integrations.mindspeed.flags import is_auto
-from tokenring.integrations.mindspeed_llm import as_subclasses_expect, check_whole
+from tokenring.integrations.mindspeed_cuts.documents import batched, ends_of_whole, mask_of_documents, packing_of_ends
+from tokenring.integrations.mindspeed_cuts.general import LastMask
+from tokenring.integrations.mindspeed_cuts.layouts import cuts_documents, is_general, keeps_own, layout_of
+from tokenring.integrations.mindspeed_llm import Parts, as_subclasses_expect, whole
 from tokenring.sequence.mask import Mask
 from tokenring.sequence.workload import Request
 
@@ -24,6 +27,7 @@ WORTH = 0.05  # of the time of MindSpeed's own algorithm: predictions are not go
 def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -> type[TokenRingAttention]:
     """Make a class for one of Megatron's attentions. own: the class it replaces; schedule, options: of our flags."""
     found: dict[tuple[str, Request], bool] = {}  # by schedule and kind of call, of all layers: whether own stays
+    last = LastMask()
 
     class MindSpeedTokenRingAttention(TokenRingAttention):
         """Attention of one layer, made and called as Megatron's."""
@@ -33,10 +37,11 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, schedule=schedule, **(dict(options) | kwargs))
             as_subclasses_expect(self)
-            # In subclasses of theirs, in windows and with head dims of its own MindSpeed's does something else.
+            # In subclasses of theirs, in windows and with head dims of its own MindSpeed's does something else; and in
+            # Ulysses it is called by what exchanges heads.
             widths = kwargs.get("k_channels"), kwargs.get("v_channels")
             self._plain = type(self) is MindSpeedTokenRingAttention and self.window is None and widths == (None, None)
-            self._plain = self._plain and self.softmax_offset is None
+            self._plain = self._plain and self.softmax_offset is None and keeps_own(self.config)
             # MindSpeed's, where it may be taken; in a tuple, or it would be part of checkpoints.
             self._own = (own(*args, **kwargs),) if self._compares else ()
 
@@ -46,8 +51,8 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
 
         def forward(
             self,
-            query: torch.Tensor,
-            key: torch.Tensor,
+            query: Parts,
+            key: Parts,
             value: torch.Tensor,
             attention_mask: torch.Tensor | None = None,
             attn_mask_type: Any = None,
@@ -55,17 +60,47 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
             packed_seq_params: Any = None,
             **more: Any,
         ) -> torch.Tensor:
-            """Compute as TokenRingAttention does. Raises ConfigurationError, too, for a sequence that was not cut."""
-            check_call(attention_bias, more)
-            check_whole(query, key)
-            call = query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
-            if packed_seq_params is None:
-                check_cut(query, self.config)
-                mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+            """Compute as TokenRingAttention does, of a sequence in MindSpeed's cut; packed [t, np, hn] if given so.
+
+            query, key: also as lists of two parts of hn. Raises ConfigurationError, too, for a sequence that was not
+            cut, and for ends of documents that do not fit.
+            """
+            check_call(attention_bias, {name: value for name, value in more.items() if value is not False})
+            q, k = whole(query), whole(key)
+            mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+            if packed_seq_params is not None:
+                mask = mask_of_call(mask_type, attention_mask, True, self.window)
+                return self._pack(packed_seq_params, mask, q, k, value)
+            check_cut(q, self.config)
+            call = q, k, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
+            length = q.shape[0] * self._contexts.ranks
+            if is_general(self.config):
+                mask = last.of(attention_mask, length)
+            else:
                 mask = mask_of_call(mask_type, attention_mask, False, self.window)
-                if self._own and self._compares and self._own_stays(mask, query, key, value):
+                if self._own and self._compares and self._own_stays(mask, q, k, value):
                     return self._own[0](*call)  # type: ignore[no-any-return]
-            return super().forward(*call)
+            layout = layout_of(self.config, self._contexts.ranks, length)
+            check_shapes(q, k, self._contexts.ranks)
+            q, k, v = (x.transpose(0, 1) for x in (q, k, value))
+            out = self._attend(self._contexts, q, k, v, mask, layout)
+            return out.transpose(0, 1).flatten(-2)
+
+        def _pack(self, params: Any, mask: Mask, *qkv: torch.Tensor) -> torch.Tensor:
+            """Compute packed documents: out [t, np, hn], or [s, b, np · hn] where q has a dim for b."""
+            of, is_batch = self._contexts, qkv[0].dim() == 4
+            batch = qkv[0].shape[1] if is_batch else int(getattr(self.config, "micro_batch_size", 1))
+            if cuts_documents(self.config):
+                q, k, v = (x.transpose(0, 1).flatten(0, 1) if is_batch else x for x in qkv)
+                packing = of.packings.of(params, of.rank, of.ranks, q.shape[0], packing_of_ends)
+                out = self._documents(of, packing, mask, q, k, v)
+            else:
+                q, k, v = (batched(x, batch).flatten(0, 1)[None] for x in qkv)
+                ends = of.packings.of(params, of.rank, of.ranks, q.shape[1], ends_of_whole)
+                length = q.shape[1] * of.ranks
+                of_all = mask_of_documents(ends, batch, of.ranks, length // batch, mask)
+                out = self._attend(of, q, k, v, of_all, layout_of(self.config, of.ranks, length))[0]
+            return out.view(batch, -1, *out.shape[1:]).transpose(0, 1).flatten(-2) if is_batch else out
 
         def _own_stays(self, mask: Mask, *qkv: torch.Tensor) -> bool:
             q, k, v = (x.transpose(0, 1) for x in qkv)

@@ -17,6 +17,7 @@ ADAPTORS = ("mindspeed.megatron_adaptor", ADAPTOR)
 ATTENTION = "megatron.core.transformer.dot_product_attention.DotProductAttention"
 TE_ATTENTION = "megatron.core.extensions.transformer_engine.TEDotProductAttention"
 OWN_ATTENTION = "mindspeed.core.context_parallel.adaptor.MindSpeedCPDotProductAttention"
+ULYSSES = "mindspeed.core.context_parallel.ulysses_context_parallel.ulysses_context_parallel.UlyssesContextAttention"
 WHOLE = "mindspeed.te"  # gone since core_r0.17, which left attention to a package of its own
 
 TOO_LATE = (
@@ -102,6 +103,26 @@ def replace_attention(patch_manager: Any, schedule: str, options: dict[str, Any]
         own = registered(patch_manager, target) or _found(OWN_ATTENTION if is_whole else TE_ATTENTION)
         made[own] = made.get(own) or attention_class(own, schedule, options)
         patch_manager.register_patch(target, made[own], force_patch=True)
+        # MindSpeed-LLM's of kvallgather_cp_algo, which would now be ours.
+        getattr(patch_manager, "patches_info", {}).pop(f"{target}.forward", None)
+    if is_whole:
+        patch_manager.register_patch(ULYSSES, _beside(registered(patch_manager, ULYSSES) or _found(ULYSSES)), True)
+
+
+def _beside(own: Any) -> Any:
+    """Return the class that exchanges heads around an attention, which leaves ours as it is: ours does that itself."""
+    from tokenring.integrations.megatron import TokenRingAttention
+
+    class UlyssesOfOthers(own):  # type: ignore[misc]
+        """MindSpeed's exchange of heads, around attentions but ours."""
+
+        replaces = own
+
+        def __new__(cls, local_attention: Any, *args: Any, **kwargs: Any) -> Any:
+            """Return our attention itself, another in its exchange."""
+            return local_attention if isinstance(local_attention, TokenRingAttention) else super().__new__(cls)
+
+    return UlyssesOfOthers
 
 
 def _found(place: str) -> Any:

@@ -13,20 +13,43 @@ from tokenring.api.arguments import check_schedule_name
 from tokenring.errors import ConfigurationError
 from tokenring.integrations import mindspeed_llm
 from tokenring.integrations.megatron.options import SCHEDULE, add_options, flag_of, flags_said, options_said
+from tokenring.integrations.mindspeed_cuts.layouts import (
+    ALGORITHMS,
+    HYBRID,
+    MEGATRON,
+    ULYSSES,
+    algorithm,
+    is_general,
+    is_packed,
+)
 from tokenring.schedule.families.registry import misfit
 
 ASKED = "--context-parallel-attention tokenring"
 
 CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {  # attribute → which of its values, and why
     "context_parallel_algo": (
-        lambda value: value not in (None, "megatron_cp_algo"),
-        f"MindSpeed cuts batch and rotary embeddings by it: keep megatron_cp_algo, and choose with {SCHEDULE}",
+        lambda value: value not in (None, *ALGORITHMS),
+        f"batches are cut by it: choose one of {', '.join(ALGORITHMS)}",
     ),
-    "attention_mask_type": (lambda value: value == "general", "only masks of positions can be split: use causal"),
-    "reset_attention_mask": (bool, "documents packed in MindSpeed's order are not supported: leave out one of the two"),
     "position_embedding_type": (lambda value: value == "alibi", "a bias of attention cannot be split: use rope"),
     "tp_2d": (bool, "its ranks share the sequence, too: leave it out"),
+    "apply_query_key_layer_scaling": (bool, "scores are not divided by the layer's number here: leave it out"),
     "attention_dropout": (bool, "it cannot be the same under every split: set it to 0 (Megatron's default is 0.1)"),
+}
+
+TOGETHER: dict[str, tuple[Callable[[Any], bool], str]] = {  # attribute → with which others, and why
+    "attention_mask_type": (
+        lambda args: is_general(args) and not is_packed(args) and algorithm(args) != ULYSSES,
+        f"each rank has a part of the mask only: use causal, or --context-parallel-algo {ULYSSES}",
+    ),
+    "reset_attention_mask": (
+        lambda args: is_packed(args) and not is_general(args) and algorithm(args) == HYBRID,
+        f"with {HYBRID} MindSpeed cuts documents over other ranks than it says: use {MEGATRON} or {ULYSSES}",
+    ),
+    "mtp_num_layers": (
+        lambda args: is_packed(args) and bool(getattr(args, "mtp_num_layers", None)),
+        "documents that differ by layer are not supported: leave out --reset-attention-mask, or this",
+    ),
 }
 
 
@@ -76,6 +99,10 @@ def check_arguments(args: Any) -> None:
         return
     for attribute, (conflicts, why) in (CONFLICTS | mindspeed_llm.CONFLICTS).items():
         if conflicts(value := getattr(args, attribute, None)):
+            raise ConfigurationError(f"--{attribute.replace('_', '-')} {value} does not go with {ASKED}: {why}")
+    for attribute, (conflict, why) in TOGETHER.items():
+        if conflict(args):
+            value = getattr(args, attribute)
             raise ConfigurationError(f"--{attribute.replace('_', '-')} {value} does not go with {ASKED}: {why}")
     check_schedule_name(name)
     options_said(args)

@@ -1,0 +1,1 @@
+"""Sequences as MindSpeed cuts, packs and masks them, in terms of ours. Importing this needs no MindSpeed."""

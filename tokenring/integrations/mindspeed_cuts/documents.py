@@ -1,0 +1,77 @@
+"""Packed documents as MindSpeed's --reset-attention-mask describes them: by their ends, without a 0 in front.
+
+Where each document is cut by itself the ends are those of a rank's tokens; else those of the whole sequences, one
+after another if a batch has several.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from tokenring.errors import ConfigurationError
+from tokenring.integrations.megatron.packed import Packing
+from tokenring.integrations.megatron.packs import DocumentChunk, slices_of_chunks
+from tokenring.sequence.mask import Documents, Mask, Slices
+
+
+def packing_of_ends(params: Any, rank: int, ranks: int, tokens: int) -> Packing:
+    """Return the documents of which this rank holds so many `tokens`, each cut zigzag.
+
+    Raises ConfigurationError for ends that are not those of this rank's tokens.
+    """
+    ends = _ends(params, tokens, "this rank's tokens")
+    lengths = tuple((b - a) * ranks for a, b in pairwise(ends))
+    if any(length % (2 * ranks) for length in lengths):
+        raise ConfigurationError(
+            f"packed documents of {', '.join(map(str, lengths[:8]))} tokens: {ranks} ranks cut each into {2 * ranks} "
+            f"equal chunks; pad documents to a multiple of that, as MindSpeed's get_batch_on_this_tp_rank does"
+        )
+    return Packing(lengths, lengths, rank, ranks, tokens)
+
+
+def ends_of_whole(params: Any, rank: int, ranks: int, tokens: int) -> tuple[int, ...]:
+    """Return the ends of the documents of whole sequences, from 0 on; each rank holds so many `tokens` of them."""
+    return _ends(params, tokens * ranks, f"the tokens of {ranks} ranks")
+
+
+def _ends(params: Any, most: int, whose: str) -> tuple[int, ...]:
+    ends = (0, *(int(end) for end in params.cu_seqlens_q.tolist()))
+    if any(a > b for a, b in pairwise(ends)) or ends[-1] > most:
+        raise ConfigurationError(
+            f"packed documents end at {', '.join(map(str, ends[1:9]))}: ends must rise to {most} at most, {whose}; "
+            f"keep MindSpeed's patches of get_batch_on_this_tp_rank and of GPTModel.forward"
+        )
+    return ends
+
+
+def mask_of_documents(ends: tuple[int, ...], batch: int, ranks: int, length: int, mask: Mask) -> Mask:
+    """Return the mask of documents in `batch` sequences of `length` tokens each, by the mask of one document.
+
+    Its positions are those of the one sequence. Of several they are the tokens of rank 0, a part of each sequence,
+    then those of rank 1, and so on.
+    """
+    if batch == 1:
+        return mask & Documents(ends)
+    part = length // ranks
+    documents = (_chunks(start, stop, batch, part, ranks) for start, stop in pairwise(ends))
+    return Slices([row for chunks in documents for row in slices_of_chunks(chunks, mask)], q_start=None)
+
+
+def _chunks(start: int, stop: int, batch: int, part: int, ranks: int) -> list[DocumentChunk]:
+    """Return where the ranks hold a document, of positions that count through all sequences."""
+    found, at = [], start
+    while at < stop:
+        sequence, row = divmod(at, part * ranks)
+        rank, index = divmod(row, part)
+        size = min(stop - at, part - index)
+        found.append(DocumentChunk((rank * batch + sequence) * part + index, at - start, size))
+        at += size
+    return found
+
+
+def batched(x: torch.Tensor, batch: int) -> torch.Tensor:
+    """Return [B, T, H, D] of a tensor [T, B, H, D], or [B · T, H, D] of so many sequences."""
+    return x.transpose(0, 1) if x.dim() == 4 else x.view(batch, -1, *x.shape[1:])

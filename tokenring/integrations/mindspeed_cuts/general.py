@@ -1,0 +1,107 @@
+"""MindSpeed's general masks, which are tensors, as masks of ours."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from tokenring.errors import UnsupportedError
+from tokenring.sequence.mask import Mask, Slices
+from tokenring.sequence.slices import MOST_SLICES
+
+
+class _Runs(NamedTuple):
+    """Neighbouring columns that rows from `top` on see, [starts[i], stops[i]) of the i-th."""
+
+    top: int
+    starts: list[int]
+    stops: list[int]
+
+    @property
+    def bottom(self) -> int:
+        return self.top + len(self.starts)
+
+
+class LastMask:
+    """The mask that was read last from a tensor: all layers of a step get the same one."""
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] = ()
+        self._tensor: torch.Tensor | None = None  # it lives on here: an address alone could be another tensor's by now
+        self._mask = Mask()
+
+    def of(self, given: torch.Tensor | None, length: int) -> Mask:
+        """Return `mask_of_tensor` of a call's mask, else of the one that MindSpeed keeps. Raises UnsupportedError."""
+        if given is None:
+            given = import_module("mindspeed.model.transformer").get_attention_mask()
+        if not isinstance(given, torch.Tensor) or tuple(given.shape[-2:]) != (length, length):
+            found = f"one of {tuple(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+            raise UnsupportedError(
+                f"--attention-mask-type general wants a mask [..., {length}, {length}] of the whole sequence on each "
+                f"rank, and got {found}: use --context-parallel-algo ulysses_cp_algo, or causal masks"
+            )
+        key = (id(given), None if given.is_inference() else given._version)
+        if key != self._key or given.is_inference():
+            self._mask, self._tensor, self._key = mask_of_tensor(given), given, key
+        return self._mask
+
+
+def mask_of_tensor(hidden: torch.Tensor) -> Mask:
+    """Return the mask that a tensor says: booleans [..., s, s], True where a row sees no column, all alike.
+
+    Raises UnsupportedError for a tensor that differs in a batch, or is not made of slices: bands, blocks, triangles.
+    """
+    whole = hidden.reshape(-1, *hidden.shape[-2:])
+    if any(not torch.equal(whole[0], each) for each in whole[1:]):
+        raise UnsupportedError(
+            "--attention-mask-type general with masks that differ in a batch is not supported: set --micro-batch-size 1"
+        )
+    slices = [row for each in _joined(~whole[0].bool().cpu()) for row in [_slice(each)]]
+    if len(slices) > MOST_SLICES:
+        raise UnsupportedError(
+            f"--attention-mask-type general with a mask of {len(slices)} slices is not supported (at most "
+            f"{MOST_SLICES}): use masks of blocks, bands and triangles, or --context-parallel-attention mindspeed"
+        )
+    return Slices(slices, q_start=None) if slices else Mask(slices=())
+
+
+def _joined(seen: torch.Tensor) -> list[_Runs]:
+    """Return the runs of columns of all rows, joined where those below go on: an end stays, or moves by one."""
+    edges = torch.diff(torch.nn.functional.pad(seen.to(torch.int8), (1, 1)), dim=1)
+    starts, stops = ((edges == sign).nonzero().tolist() for sign in (1, -1))
+    done: list[_Runs] = []
+    above: list[_Runs] = []
+    pairs = zip(starts, stops, strict=True)
+    for row, found in groupby(pairs, lambda pair: int(pair[0][0])):
+        open_now = []
+        for (_, start), (_, stop) in found:
+            fits = [each for each in above if each.bottom == row and _goes_on(each, start, stop)]
+            if fits:
+                runs = fits[0]
+                above.remove(runs)
+                runs.starts.append(start)
+                runs.stops.append(stop)
+            else:
+                runs = _Runs(row, [start], [stop])
+                done.append(runs)
+            open_now.append(runs)
+        above = open_now
+    return done
+
+
+def _goes_on(runs: _Runs, start: int, stop: int) -> bool:
+    """Tell whether a run of the next row keeps the runs a slice: each end stays for good, or moves for good."""
+    return all(
+        new - ends[-1] in ((0, 1) if len(ends) == 1 else (ends[1] - ends[0],))
+        for ends, new in ((runs.starts, start), (runs.stops, stop))
+    )
+
+
+def _slice(runs: _Runs) -> tuple[int, int, int, int, int | None, int | None]:
+    starts, stops, last = runs.starts, runs.stops, len(runs.starts) - 1
+    low = starts[0] - runs.top if last and starts[1] > starts[0] else None
+    high = stops[0] - 1 - runs.top if last and stops[1] > stops[0] else None
+    return runs.top, runs.bottom, starts[0], stops[last], low, high
