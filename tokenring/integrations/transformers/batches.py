@@ -30,7 +30,7 @@ PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 
 @dataclass(frozen=True, eq=False)
 class CutBatch:
-    """What the attention of a model needs to know of the whole batch.
+    """Facts of a whole batch that the attention of a model needs.
 
     length: of each sequence, over all ranks. bounds: ends of its documents, from 0 on; None: it is one document.
     layout: by which it is cut, where that follows from the mask.

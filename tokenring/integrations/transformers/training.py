@@ -97,7 +97,7 @@ def add_up_gradients(model: torch.nn.Module, cp: ContextParallel) -> None:
 
 
 class _Calls:
-    """What happens around each call of one model."""
+    """A pair of hooks around each call of one model."""
 
     def __init__(self, cp: ContextParallel, gradients: Joined) -> None:
         self.cp, self.gradients = cp, gradients
