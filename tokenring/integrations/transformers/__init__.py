@@ -1,1 +1,1 @@
-"""Hugging Face transformers, over the ranks of a context. Importing this imports no transformers."""
+"""Hugging Face models over the ranks of a ContextParallel: training, and serving. Importing this imports nothing."""

@@ -1,0 +1,194 @@
+"""Tiny models of transformers, each cut over ranks: gradients of one process, or a refusal by name.
+
+A seeded sample; `python benchmarks/transformers_families.py` runs every family, kind of batch and number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hf_families import FAMILIES, KINDS, alone, gradients, largest_error, make_batch, make_model, need, split
+from ranks import RankPools
+
+import tokenring as tr
+from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.integrations.transformers import attention as ours
+from tokenring.integrations.transformers import masks
+from tokenring.integrations.transformers.masks import LayerMask, read_mask_function
+from tokenring.integrations.transformers.training import stop_tokenring, use_tokenring
+from tokenring.integrations.transformers.versions import asked, check_version
+
+need()
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+EXACT = 1e-5
+FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
+FIRST = ("llama", "qwen3", "gemma2", "gpt_oss")
+EVERY = [(family, kind) for family in FAMILIES for kind in KINDS]
+SAMPLE = EVERY if FULL_GRID else [(each, random.Random(each).choice(KINDS)) for each in FIRST]
+
+
+@pytest.mark.parametrize(("family", "kind"), SAMPLE)
+def test_gradients_are_those_of_one_process(family: str, kind: str, ranks: RankPools) -> None:
+    for error, name in ranks(2)(split, family, kind, "auto" if kind == "packed" else "zigzag"):
+        assert error <= EXACT, name
+
+
+# ---------- on one rank: what is seen there is the same
+
+
+def on_one_rank(family: str, kind: str = "dense") -> float:
+    batch, model = make_batch(kind), make_model(family)
+    _, wanted = alone(make_model(family), batch)
+    use_tokenring(model, tr.ContextParallel("self"))
+    model(**batch).loss.backward()
+    return largest_error(gradients(model), wanted)[0]
+
+
+@pytest.mark.parametrize(
+    ("dropped", "family"), [("s_aux", "gpt_oss"), ("softcap", "gemma2"), ("scaling", "gemma2"), ("window", "gemma2")]
+)
+def test_what_a_rival_drops_shows(dropped: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutants: an attention that swallows it is found out."""
+    assert on_one_rank(family) <= EXACT
+    whole, mask_of = ours.attend_layer, masks.layer_mask
+
+    def losing(*args: Any, **more: Any) -> Any:
+        return whole(*args, **{**more, dropped: None, "sliding_window": None})
+
+    monkeypatch.setattr(ours, "attend_layer", losing)
+    if dropped == "window":
+        monkeypatch.setattr(ours, "layer_mask", lambda **more: (mask_of(**more), LayerMask())[1])
+    try:
+        assert on_one_rank(family) > 100 * EXACT
+    finally:
+        monkeypatch.undo()
+        ours.register()
+
+
+def test_documents_that_are_dropped_show() -> None:
+    batch = make_batch("packed")
+    _, wanted = alone(make_model("llama"), batch)
+    found = make_model("llama")
+    found(input_ids=batch["input_ids"], labels=batch["labels"]).loss.backward()
+    assert largest_error(gradients(found), wanted)[0] > 100 * EXACT
+
+
+def test_checkpointed_layers() -> None:
+    batch, model = make_batch("packed"), make_model("gemma2").train()
+    _, wanted = alone(make_model("gemma2"), batch)
+    for reentrant in (True, False):
+        model.zero_grad()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        use_tokenring(model, tr.ContextParallel("self"))(**batch).loss.backward()
+        assert largest_error(gradients(model), wanted)[0] <= EXACT
+
+
+def test_calls_of_every_form() -> None:
+    """Positional, as a tuple, with what transformers' own loop gives; without labels; and put back."""
+    batch, model = make_batch("dense"), make_model("llama")
+    tokens, labels = batch["input_ids"], batch["labels"]
+    wanted = model(**batch)
+    use_tokenring(use_tokenring(model, tr.ContextParallel("self")), tr.ContextParallel("self"))
+    assert torch.allclose(model(tokens, labels=labels).loss, wanted.loss)
+    assert torch.allclose(model(tokens, labels=labels, return_dict=False)[0], wanted.loss)
+    half = model(**batch, num_items_in_batch=2 * int(labels[:, 1:].ne(-100).sum())).loss
+    assert torch.allclose(2 * half, wanted.loss)
+    assert torch.allclose(model(tokens).logits, wanted.logits, atol=1e-5)
+    with pytest.raises(UnsupportedError, match="past_key_values"):
+        model.generate(tokens, max_new_tokens=2, do_sample=False)
+    stop_tokenring(model)
+    assert model.config._attn_implementation == "eager" and torch.equal(model(**batch).loss, wanted.loss)
+    stop_tokenring(model)
+
+
+def mean_factor(here: Any) -> float:
+    """By how much gradients="mean" multiplies the gradients of "sum"."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = []
+        for joined in ("sum", "mean"):
+            model = make_model("llama")
+            use_tokenring(model, here.cp(), gradients=joined)(**make_batch("dense")).loss.backward()
+            found.append(gradients(model)["lm_head.weight"].norm())
+    return float(found[1] / found[0])
+
+
+def test_gradients_for_ddp(ranks: RankPools) -> None:
+    assert ranks(2)(mean_factor) == pytest.approx([2.0, 2.0])
+
+
+# ---------- refusals
+
+
+def test_masks_that_are_read() -> None:
+    from transformers import masking_utils as made_by
+
+    where, none = torch.arange(6)[None], torch.zeros(1, dtype=torch.int64)
+    window, chunks = made_by.sliding_window_causal_mask_function(4), made_by.chunked_causal_mask_function(5, none)
+    assert read_mask_function(made_by.causal_mask_function) == LayerMask()
+    assert read_mask_function(window) == LayerMask(window=4)
+    assert read_mask_function(chunks) == LayerMask(chunk=5)
+    packed = made_by.packed_sequence_compatibility_function(window, where, where)
+    assert read_mask_function(packed) == LayerMask(window=4)
+    both = made_by.and_masks(window, made_by.sliding_window_overlay(3))
+    assert read_mask_function(both) == LayerMask(window=3)
+
+    def causal_mask_function(*_: Any) -> bool:
+        return True
+
+    for each in (
+        made_by.bidirectional_mask_function,
+        made_by.or_masks(made_by.causal_mask_function, made_by.blockwise_overlay(where)),
+        made_by.and_masks(window, made_by.padding_mask_function(where)),
+        made_by.and_masks(window, made_by.sliding_window_bidirectional_overlay(3)),
+        causal_mask_function,
+        object(),
+    ):
+        with pytest.raises(UnsupportedError, match=r"mask function .* is not one that tokenring reads"):
+            read_mask_function(each)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="chunks of"):
+        read_mask_function(made_by.and_masks(chunks, made_by.chunked_overlay(3, none)))
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "call", "text"),
+    [
+        ("llama", {"attention_dropout": 0.1}, {}, "dropout 0.1"),
+        ("llama", {}, {"output_attentions": True}, "output_attentions"),
+        ("gpt_oss", {"output_router_logits": True}, {}, "output_router_logits"),
+        ("llama", {}, {"token_type_ids": torch.ones(2, 42)}, "token_type_ids"),
+        ("llama", {}, {"head_mask": True}, "head_mask=True"),
+        ("llama4_text", {"floor_scale": 8}, {}, "attn_temperature_tuning"),
+    ],
+)
+def test_models_that_are_refused(family: str, config: Any, call: Any, text: str) -> None:
+    model = use_tokenring(make_model(family, **config).train(), tr.ContextParallel("self"))
+    with pytest.raises(UnsupportedError, match=text):
+        model(**make_batch("dense"), **call)
+
+
+def test_families_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16)
+    with pytest.raises(UnsupportedError, match="type 'gpt2' were not run"):
+        use_tokenring(transformers.GPT2LMHeadModel(config), tr.ContextParallel("self"))
+    with pytest.raises(ConfigurationError, match="gradients='none'"):
+        use_tokenring(make_model("llama"), tr.ContextParallel("self"), gradients="none")  # type: ignore[arg-type]
+    for version in ("4.57.1", "99.0.0", "unknown"):
+        monkeypatch.setattr(transformers, "__version__", version)
+        with pytest.raises(UnsupportedError, match=f"transformers {version} .*any_version=True"):
+            check_version()
+        assert check_version(any_version=True) == version
+    assert asked().startswith(">=5.")
+
+
+def test_every_family_is_one_that_is_allowed() -> None:
+    from tokenring.integrations.transformers.refusals import RUN
+
+    assert sorted(make_model(each).config.model_type for each in FAMILIES) == sorted(RUN)

@@ -1,0 +1,106 @@
+"""Refusals of what a model of transformers asks for and no split over ranks gives, before it is wrong in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenring.errors import UnsupportedError
+
+# Families whose gradients benchmarks/transformers_families.py has compared with one process.
+RUN = (
+    "deepseek_v3", "gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "llama4_text", "mistral", "olmo3", "phi3",
+    "qwen2_moe", "qwen3",
+)  # fmt: skip
+# Keywords of models that say nothing to attention, or what it knows already.
+HARMLESS = frozenset((
+    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "labels", "layer_idx", "logits_to_keep",
+    "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states", "position_embeddings", "position_ids",
+    "return_dict", "shift_labels", "skip_logits", "use_cache",
+))  # fmt: skip
+BY_LENGTH = {"longrope": "original_max_position_embeddings", "dynamic": "original_max_position_embeddings"}
+WHY = {
+    "output_attentions": "no rank has the weights of all tokens",
+    "output_router_logits": "the loss that balances experts is no sum over tokens; set it to False",
+    "past_key_values": "a cache holds the tokens of all ranks; for generation take "
+    "tokenring.integrations.transformers.serving",
+}
+
+
+def check_model(model: Any, any_model: bool) -> None:
+    """Raise UnsupportedError unless this is a model of a family that was compared with one process."""
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if kind is None or not hasattr(model, "set_attn_implementation"):
+        raise UnsupportedError(f"a {type(model).__name__} is not supported: give a model of transformers, unwrapped")
+    if kind not in RUN and not any_model:
+        raise UnsupportedError(
+            f"models of type {kind!r} were not run with tokenring ({', '.join(RUN)} were): compare the gradients of a "
+            f"step with those of one process, and say any_model=True"
+        )
+    if not getattr(config, "is_causal", True):
+        raise UnsupportedError(f"{type(model).__name__} with is_causal=False is not supported: its mask is not causal")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedError(
+            f"{type(model).__name__} with use_bidirectional_attention is not supported: its mask is not causal"
+        )
+
+
+def check_keywords(config: Any, batch: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for what a model's call, or its config, wants besides the loss."""
+    for name, why in WHY.items():
+        wanted = batch.get(name)
+        if wanted is None and name != "past_key_values":
+            wanted = getattr(config, name, False)
+        if wanted is not None and wanted is not False:
+            raise UnsupportedError(f"{name} is not supported under context parallelism: {why}")
+
+
+def check_attention(module: Any, dropout: float, is_causal: bool | None, more: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for what a layer asks of its attention and tokenring does not compute."""
+    layer = type(module).__name__
+    if dropout:
+        raise UnsupportedError(
+            f"{layer} with dropout {dropout} is not supported: its mask cannot be the same under every split; set "
+            f"config.attention_dropout = 0.0"
+        )
+    if is_causal is False or not getattr(module, "is_causal", True):
+        raise UnsupportedError(f"{layer} with is_causal=False is not supported: only causal layers are")
+    for name, value in more.items():
+        if name in HARMLESS or value is None or value is False:
+            continue
+        why = WHY.get(name, "tokenring does not know whether it changes the result")
+        raise UnsupportedError(f"{layer} gives its attention {name}={_short(value)}, which is not supported: {why}")
+
+
+def check_positions(config: Any, length: int, tokens: int) -> None:
+    """Raise UnsupportedError where a model counts this rank's tokens in the place of positions.
+
+    length: one more than the largest position. tokens: of a whole sequence.
+    """
+    if getattr(config, "attn_temperature_tuning", False) and tokens >= (limit := int(config.floor_scale)):
+        raise UnsupportedError(
+            f"attn_temperature_tuning with sequences of {tokens} tokens is not supported: from {limit} (floor_scale) "
+            f"on the model scales queries by the place among this rank's tokens; set attn_temperature_tuning=False"
+        )
+    _check_rotary(config, length)
+
+
+def _check_rotary(config: Any, length: int) -> None:
+    """Raise UnsupportedError where rotary frequencies depend on the longest position that a rank holds."""
+    given = getattr(config, "rope_parameters", None) or {}
+    for each in (given, *given.values()) if isinstance(given, Mapping) else ():
+        kind = each.get("rope_type") if isinstance(each, Mapping) else None
+        if kind not in BY_LENGTH:
+            continue
+        limit = each.get(BY_LENGTH[kind]) or getattr(config, "max_position_embeddings", 0)
+        if length > limit:
+            raise UnsupportedError(
+                f"rope_type {kind!r} with {length} positions is not supported: beyond {limit} its frequencies depend "
+                f"on the longest position that a rank holds, which differs by rank; take rope_type 'yarn' or 'linear'"
+            )
+
+
+def _short(value: Any) -> str:
+    text = str(value) if isinstance(value, (int, float, str, bool)) else f"a {type(value).__name__}"
+    return text if len(text) < 60 else f"{text[:57]}..."

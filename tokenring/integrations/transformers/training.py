@@ -1,0 +1,145 @@
+"""A model of transformers, trained with its sequences split over the ranks of a ContextParallel.
+
+    cp = tr.ContextParallel(mesh["cp"], layout="auto")
+    model = use_tokenring(model, cp)                  # once, before DDP or FSDP wraps it
+    loss = model(**batch).loss                        # whole sequences, the same on every rank of cp
+    loss.backward()
+    add_up_gradients(model, cp)                       # unless DDP or FSDP does: then gradients="mean" above
+
+Importing this imports no transformers. docs/transformers.md says what is supported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tokenring.api.context import ContextParallel
+from tokenring.api.inputs import check_context
+from tokenring.errors import ConfigurationError
+from tokenring.integrations.transformers.attention import NAME, register
+from tokenring.integrations.transformers.batches import BATCH, cut_batch
+from tokenring.integrations.transformers.refusals import check_keywords, check_model
+from tokenring.integrations.transformers.versions import check_version
+
+__all__ = ["Joined", "add_up_gradients", "cut_batch", "stop_tokenring", "use_tokenring"]
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+Joined = Literal["sum", "mean"]
+HELD = "_tokenring_training"  # attribute of a model that was changed
+
+
+def use_tokenring(
+    model: Model, cp: ContextParallel, *, gradients: Joined = "sum", any_model: bool = False, any_version: bool = False
+) -> Model:
+    """Change a model of transformers so that its calls take whole sequences, and compute this rank's tokens of them.
+
+    model: as transformers makes it; change it before DDP or FSDP wraps it. It is changed in place, and returned.
+    gradients: what becomes of the ranks' gradients. "sum": `add_up_gradients`, or your own all-reduce. "mean": DDP or
+    FSDP over these ranks.
+    any_model, any_version: take families and versions of transformers that were not compared with one process.
+
+    A call of the model takes what it takes in one process (`cut_batch` says which of it), the same on every rank of cp.
+    Its loss is that of the whole batch, on every rank; logits and hidden states are those of this rank's tokens.
+
+    Raises UnsupportedError for families and versions that were not run, and in calls for what would be wrong;
+    BackendUnavailable without transformers.
+    """
+    check_context(cp)
+    if gradients not in ("sum", "mean"):
+        raise ConfigurationError(f"gradients={gradients!r}: say 'sum' for add_up_gradients, 'mean' for DDP and FSDP")
+    check_version(any_version)
+    check_model(model, any_model)
+    stop_tokenring(model)
+    register()
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    calls = _Calls(cp, gradients)
+    hooks = (
+        model.register_forward_pre_hook(calls.before, with_kwargs=True),
+        model.register_forward_hook(calls.after, with_kwargs=True),
+    )
+    setattr(model, HELD, (hooks, before))
+    return model
+
+
+def stop_tokenring(model: torch.nn.Module) -> None:
+    """Give a model back the attention that it had before `use_tokenring`; others stay as they are."""
+    held = getattr(model, HELD, None)
+    if held is None:
+        return
+    hooks, before = held
+    for hook in hooks:
+        hook.remove()
+    model.set_attn_implementation(before)  # type: ignore[operator]
+    delattr(model, HELD)
+
+
+def add_up_gradients(model: torch.nn.Module, cp: ContextParallel) -> None:
+    """Add up the gradients of all parameters over the ranks of cp, in place; where no DDP or FSDP joins them.
+
+    Call it once, after the last backward pass before a step.
+    """
+    if cp.world_size == 1:
+        return
+    given = [each for each in model.parameters() if each.requires_grad]
+    if not given:
+        return
+    there = torch.tensor([each.grad is not None for each in given], dtype=torch.int32, device=given[0].device)
+    dist.all_reduce(there, group=cp.group)  # experts that saw no token here may have seen some elsewhere
+    for each, ranks in zip(given, there.tolist(), strict=True):
+        if ranks:
+            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+            dist.all_reduce(each.grad, group=cp.group)
+
+
+class _Calls:
+    """A pair of hooks around each call of one model."""
+
+    def __init__(self, cp: ContextParallel, gradients: Joined) -> None:
+        self.cp, self.gradients = cp, gradients
+        self._cut_here = False  # by the last call, which was given whole sequences
+
+    def before(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
+        """Cut whole sequences; what `cut_batch` has cut stays as it is."""
+        self._cut_here = given.get(BATCH) is None
+        check_keywords(model.config, given)
+        if not self._cut_here:
+            return args, given
+        named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+        return (), cut_batch({**named, **given}, self.cp, model.config)
+
+    def after(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> Any:
+        """Put the loss of the whole batch in the place of this rank's share, where this call cut the batch."""
+        if not self._cut_here or given.get("labels") is None:
+            return output
+        factor = 1 if self.gradients == "sum" else self.cp.world_size
+        if isinstance(output, tuple):
+            return (_whole_loss(output[0], self.cp, factor), *output[1:])
+        output["loss"] = _whole_loss(output["loss"], self.cp, factor)
+        return output
+
+
+def _whole_loss(share: torch.Tensor, cp: ContextParallel, factor: int) -> torch.Tensor:
+    """Return the sum of all ranks' shares; its gradient goes to this rank's share, times `factor`."""
+    found: torch.Tensor = _AddedUp.apply(share, cp, factor)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _AddedUp(torch.autograd.Function):
+    """A sum over ranks, each of which computes the gradient of its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, share: torch.Tensor, cp: ContextParallel, factor: int) -> torch.Tensor:
+        ctx.factor = factor
+        whole = share.detach().clone()
+        if cp.world_size > 1:
+            dist.all_reduce(whole, group=cp.group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * ctx.factor, None, None
