@@ -9,7 +9,19 @@ from heapq import merge
 from tokenring.errors import ConfigurationError, ScheduleError
 from tokenring.ir.json_node import INTEGER_LIMIT, JsonNode, shown_short
 from tokenring.ir.passes import move_order
-from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, Runs, ScheduleData, Tile
+from tokenring.ir.schedule_data import (
+    ATTENTION,
+    PARTIAL_OF,
+    PARTIALS,
+    REQUESTS,
+    Block,
+    Kind,
+    Move,
+    Runs,
+    ScheduleData,
+    Tile,
+    TileOperator,
+)
 from tokenring.sequence.layout import Layout, Positions, make_layout
 from tokenring.sequence.mask import DEEPEST, Mask
 
@@ -41,6 +53,7 @@ def _document(schedule: ScheduleData) -> dict[str, object]:
         "keep": sorted(schedule.keep),
         "slack": schedule.slack,
         "codecs": [{"kind": kind, "codec": codec} for kind, codec in schedule.codecs],
+        **({} if schedule.operator == ATTENTION else {"operator": schedule.operator.name}),
         "tiles": [_tile_document(schedule, tile) for tile in schedule.tiles],
         "moves": [_move_document(schedule, move) for move in requests],
         "returns": [_return_document(schedule, move) for move in partials],
@@ -150,7 +163,9 @@ def _schedule(root: JsonNode) -> ScheduleData:
     if (version := kind["version"].integer()) not in (VERSION, PARTS_VERSION):
         known = f"{VERSION} and {PARTS_VERSION}"
         raise kind["version"].error(f"{version} is not known; this program reads versions {known}")
+    given = isinstance(root.value, dict) and "operator" in root.value
     part = root.fields(
+        *(("operator",) if given else ()),
         "format", "version", "name", "world_size", "mask", "q_layout", "kv_layout", "head_groups", "q_pieces",
         "kv_pieces", "keep", "slack", "codecs", "tiles", "moves", "returns",
     )  # fmt: skip
@@ -172,6 +187,7 @@ def _schedule(root: JsonNode) -> ScheduleData:
         frozenset(part["keep"].distinct(lambda node: node.choice("q", "kv"))),
         part["slack"].optional(lambda node: node.integer(0)),
         _codecs(part["codecs"]),
+        _operator(part["operator"]) if given else ATTENTION,
     )
     tiles = part["tiles"].each(lambda node: _tile(node, empty))
     optional = ("rows",) if version == PARTS_VERSION else ()
@@ -179,6 +195,12 @@ def _schedule(root: JsonNode) -> ScheduleData:
     returns = part["returns"].each(lambda node: _return(node, empty, optional))
     # Each list keeps its own order, which verify() checks; a sorted pair gives the total order back.
     return empty.replace(tiles=tuple(tiles), moves=tuple(merge(moves, returns, key=move_order)))
+
+
+def _operator(node: JsonNode) -> TileOperator:
+    from tokenring.ir.operators import OPERATORS
+
+    return OPERATORS[node.choice(*OPERATORS)]
 
 
 def _mask(node: JsonNode, length: int, depth: int = 0) -> Mask:

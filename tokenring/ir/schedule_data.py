@@ -8,6 +8,7 @@ tiles up to this step). A step is an order, never a barrier.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -28,6 +29,47 @@ PARTIALS = "partials"
 Runs = tuple[tuple[int, int], ...]  # rows [start, stop) of a unit: ascending, with rows between them that are left out
 PARTIAL_OF: dict[str, Kind] = {"q": "q_partial", "kv": "kv_partial"}
 REQUEST_OF: dict[str, Kind] = {"q_partial": "q", "kv_partial": "kv"}
+
+Names = tuple[tuple[str, ...], tuple[str, ...]]  # statistics, which are fp32 everywhere; tensors
+
+
+@dataclass(frozen=True)
+class TileOperator:
+    """One kind of tile, as data: `ATTENTION` here, all others in `ir.operators`.
+
+    carries: what a block carries in a pass; a kind that is not there does not move. home: the kinds of results, which
+    are reduced at the owner of their unit. pairs: tensors with an element, or a row, for each (row, column) pair; they
+    lie where their tile is computed. writes: those of them that a pass makes. merge: of forward; gradients are added.
+    flops: of a pair, for each element of head_dim and of value_dim.
+    """
+
+    name: str
+    carries: Mapping[tuple[Kind, Pass], Names]
+    home: Mapping[Pass, tuple[Kind, ...]]
+    merge: Literal["log-sum-exp", "sum"]
+    flops: Mapping[Pass, tuple[int, int]]
+    pairs: Mapping[Pass, tuple[str, ...]] | None = None
+    writes: Mapping[Pass, tuple[str, ...]] | None = None
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+ATTENTION = TileOperator(
+    "attention",
+    {
+        ("q", "forward"): ((), ("q",)),
+        ("q", "backward"): (("lse", "delta"), ("q", "dout")),
+        ("kv", "forward"): ((), ("k", "v")),
+        ("kv", "backward"): ((), ("k", "v")),
+        ("q_partial", "forward"): (("lse",), ("out",)),
+        ("q_partial", "backward"): ((), ("dq",)),
+        ("kv_partial", "backward"): ((), ("dk", "dv")),
+    },
+    {"forward": ("q_partial",), "backward": ("q_partial", "kv_partial")},
+    "log-sum-exp",
+    {"forward": (2, 2), "backward": (6, 4)},
+)
 
 
 @lru_cache(maxsize=64)
@@ -99,7 +141,7 @@ class ScheduleData:
     `keep` names the kinds ("q", "kv") that backward finds where forward gathered them: kept kv do
     not move again, kept q carry only what is new. `slack` is how many steps a partial may be on its
     way before its owner waits for it (None: until the end). `codecs` says how requests of a kind are
-    written on the wire.
+    written on the wire. `operator` is what tiles compute.
     """
 
     name: str
@@ -115,6 +157,7 @@ class ScheduleData:
     keep: frozenset[str] = frozenset()
     slack: int | None = None
     codecs: tuple[tuple[str, str], ...] = ()
+    operator: TileOperator = ATTENTION
 
     def __hash__(self) -> int:
         return self._hash
@@ -190,11 +233,16 @@ class ScheduleData:
 
     @cached_property
     def _moves_by_pass(self) -> dict[Pass, tuple[Move, ...]]:
-        skipped = {"forward": {"kv_partial"}, "backward": {"kv"} & self.keep}
+        moving = {direction: self._moving(direction) for direction in PASSES}
         return {
-            direction: tuple(move for move in self.moves if move.block.kind not in skipped[direction])
-            for direction in PASSES
+            direction: tuple(move for move in self.moves if move.block.kind in kinds)
+            for direction, kinds in moving.items()
         }
+
+    def _moving(self, direction: Pass) -> frozenset[str]:
+        """Return the kinds of blocks that move in a pass."""
+        kept = {"kv"} & self.keep if direction == "backward" else set()
+        return frozenset(kind for kind in KINDS if (kind, direction) in self.operator.carries and kind not in kept)
 
     @cached_property
     def _wide_partials(self) -> frozenset[Block]:

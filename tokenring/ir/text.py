@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from tokenring.ir.json import known_layout
-from tokenring.ir.schedule_data import PARTIAL_OF, Block, Kind, Move, Runs, ScheduleData, Tile
+from tokenring.ir.schedule_data import ATTENTION, PARTIAL_OF, Block, Kind, Move, Runs, ScheduleData, Tile
 from tokenring.sequence.layout import Layout
 
 LETTERS: dict[Kind, str] = {"q": "q", "kv": "kv", "q_partial": "o", "kv_partial": "dkv"}
@@ -54,6 +54,8 @@ def _header(schedule: ScheduleData) -> Iterator[tuple[str, ...]]:
         yield "keep", " ".join(sorted(schedule.keep))
     if schedule.slack is not None:
         yield "slack", str(schedule.slack)
+    if schedule.operator != ATTENTION:
+        yield "operator", schedule.operator.name
     if schedule.codecs:
         yield "codecs", " ".join(f"{kind}={word(codec)}" for kind, codec in schedule.codecs)
 

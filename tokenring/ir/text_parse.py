@@ -9,8 +9,20 @@ from typing import NamedTuple
 
 from tokenring.errors import ConfigurationError, ScheduleError
 from tokenring.ir.json import known_layout
+from tokenring.ir.operators import OPERATORS
 from tokenring.ir.passes import move_order
-from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, Runs, ScheduleData, Tile
+from tokenring.ir.schedule_data import (
+    PARTIAL_OF,
+    PARTIALS,
+    REQUESTS,
+    Block,
+    Kind,
+    Move,
+    Runs,
+    ScheduleData,
+    Tile,
+    TileOperator,
+)
 from tokenring.ir.text import LETTERS, WORD
 from tokenring.sequence.layout import Layout, Positions
 from tokenring.sequence.mask import Mask, parse_mask
@@ -170,6 +182,7 @@ class _Header:
             self._keep(),
             None if slack is None else slack.integer(),
             self._codecs(),
+            self._operator(),
         )
         for key in self.unused.values():
             raise key.error("is not a line of the header")
@@ -213,6 +226,12 @@ class _Header:
         if spot is not None and not set(spot.text.split()) <= set(PARTIAL_OF):
             raise spot.error("is not 'q', 'kv' or 'kv q'")
         return frozenset() if spot is None else frozenset(spot.text.split())
+
+    def _operator(self) -> TileOperator:
+        spot = self.optional("operator")
+        if spot is not None and spot.text not in OPERATORS:
+            raise spot.error(f"is none of {', '.join(OPERATORS)}")
+        return OPERATORS["attention" if spot is None else spot.text]
 
     def _codecs(self) -> tuple[tuple[str, str], ...]:
         spot = self.optional("codecs")

@@ -51,7 +51,7 @@ class Accumulators:
         self.emit = self.listing.emit
         self.slots = Slots(self.emit)
         self.patience = None if schedule.slack is None else max(1, schedule.slack)
-        self.kinds: tuple[Kind, ...] = ("q_partial",) if self.direction == "forward" else ("q_partial", "kv_partial")
+        self.kinds: tuple[Kind, ...] = schedule.operator.home[self.direction]
         self.arriving: dict[Block, list[int]] = {}  # what has not been waited for yet, and in which messages it comes
         self.posted: list[Message] = []
         self.uses = Counter(agenda.uses)  # that are still to come
@@ -106,7 +106,7 @@ class Accumulators:
             covered.add(row, row + stop - start)
 
     def _note_merge(self, kind: Kind, again: bool, into: Span) -> None:
-        if again and self.direction == "forward" and kind == "q_partial":
+        if again and self.direction == "forward" and self.schedule.operator.merge == "log-sum-exp":
             self.scratch_rows = max(self.scratch_rows, into.rows)
 
     def _home_coverage(self, kind: Kind, heads: int) -> Coverage:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tokenring.ir.schedule_data import PASSES, Kind, Pass, ScheduleData
+from tokenring.ir.schedule_data import ATTENTION, PASSES, Kind, Pass, ScheduleData
 from tokenring.lowering.calls import Supports
 from tokenring.lowering.lower import lower
 from tokenring.lowering.mailboxes import lay
@@ -30,7 +30,8 @@ def flops_per_pair(direction: Pass, head_dim: int, value_dim: int) -> int:
 
     Forward: QKᵀ and PV. Backward: QKᵀ again, dQ and dK, as wide as keys; dOVᵀ and dV, as wide as values.
     """
-    return 2 * (head_dim + value_dim) if direction == "forward" else 6 * head_dim + 4 * value_dim
+    of_width, of_values = ATTENTION.flops[direction]
+    return of_width * head_dim + of_values * value_dim
 
 
 FLOPS_PER_PAIR = {each: flops_per_pair(each, 1, 1) for each in PASSES}  # and element, where all are equally wide
@@ -180,10 +181,11 @@ class Pools:
 
 
 def flops(schedule: ScheduleData, workload: Workload, direction: Pass = "forward") -> dict[int, int]:
-    """Return each rank's floating-point operations: `flops_per_pair` for each visible pair of a query head."""
+    """Return each rank's floating-point operations: those of its operator, for each visible pair of a query head."""
     check_workload(schedule, workload, direction)
     low, high = workload.q_head_range(0, schedule.head_groups)
-    a_pair = flops_per_pair(direction, workload.head_dim, workload.value_dim) * workload.batch * (high - low)
+    of_width, of_values = schedule.operator.flops[direction]
+    a_pair = (of_width * workload.head_dim + of_values * workload.value_dim) * workload.batch * (high - low)
     total = dict.fromkeys(range(schedule.world_size), 0)
     for tile in schedule.tiles:
         for q in tile.q:

@@ -19,7 +19,20 @@ from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Pass, Schedule
 from tokenring.lowering.accumulators import Accumulators
 from tokenring.lowering.agenda import Agenda, incoming_key
 from tokenring.lowering.calls import KernelCall, Supports, anything
-from tokenring.lowering.program import OWN, Attend, Collective, Pack, Program, Recv, Send, Slot, Span
+from tokenring.lowering.program import (
+    NOTHING,
+    OWN,
+    Attend,
+    Collective,
+    Multiply,
+    Pack,
+    Program,
+    Recv,
+    Result,
+    Send,
+    Slot,
+    Span,
+)
 from tokenring.lowering.records import Records, check_workload, nbytes
 from tokenring.lowering.storage import Group, Message, Slab, Storage, storage_of
 from tokenring.lowering.target import IDEAL, Target
@@ -29,6 +42,7 @@ from tokenring.sequence.workload import Workload
 if TYPE_CHECKING:
     from tokenring.lowering.bundles import Bundle
     from tokenring.lowering.exchanges import Exchange
+    from tokenring.lowering.pair_box import PairBox
 
 
 def lower(
@@ -77,6 +91,8 @@ def lower_agenda(agenda: Agenda, workload: Workload, target: Target) -> Program:
 
 class _Lowering(Accumulators):
     """Steps, messages, requests and tiles."""
+
+    box: PairBox | None = None
 
     def run(self, ahead_bytes: int) -> Program:
         self._keep_slots()
@@ -230,25 +246,51 @@ class _Lowering(Accumulators):
     def _tile(self, tile: Tile, made: list[KernelCall]) -> None:
         q_slab, kv_slab = self.agenda.slabs(tile)
         for blocks, slab in ((tile.q, q_slab), (tile.kv, kv_slab)):
+            if not self._carried(slab):
+                continue
             self._await(blocks)
             packs = not slab.own_only and self.request_slots.get(slab.key) not in self._kept_before()
             if packs:
                 self._pack([block for block in blocks if self.schedule.owner(block) == self.rank])
-        q_slot = OWN if q_slab.own_only else self._request_slot(q_slab)
-        kv_slot = OWN if kv_slab.own_only else self._request_slot(kv_slab)
-        for call in made:
+        q_slot, kv_slot = self._operand_slot(q_slab), self._operand_slot(kv_slab)
+        corners: Iterable[tuple[int, int] | None] = (None,) * len(made)
+        if self.schedule.operator.pairs is not None:
+            made, corners = self._apart(tile, made)
+        for call, corner in zip(made, corners, strict=True):
             q = Span(q_slot, call.q_row, call.q_row + call.patch.rows, tile.heads)
             kv = Span(kv_slot, call.kv_row, call.kv_row + call.patch.cols, tile.heads)
-            results = [*self._results("q_partial", q_slab, tile.q, q)]
+            results: list[Result] = []
+            if "q_partial" in self.kinds:
+                results += self._results("q_partial", q_slab, tile.q, q)
             if "kv_partial" in self.kinds:
                 results += self._results("kv_partial", kv_slab, tile.kv, kv)
+            if corner is not None:
+                self.emit(Multiply(tile.step, q, kv, call.patch, tuple(results), corner))
+                continue
             kept_q = None
             if self.direction == "backward" and q_slab.key in self.kept:
                 kept_q = q._replace(slot=self.kept[q_slab.key])
             self.emit(Attend(tile.step, q, kv, call.patch, tuple(results), kept_q))
         for slab, slot in ((q_slab, q_slot), (kv_slab, kv_slot)):
-            if not slab.own_only:
+            if not slab.own_only and slot != NOTHING:
                 self._used(slab.key, slot)
+
+    def _carried(self, slab: Slab) -> bool:
+        return (slab.key[0], self.direction) in self.schedule.operator.carries
+
+    def _operand_slot(self, slab: Slab) -> int:
+        if not self._carried(slab):
+            return NOTHING
+        return OWN if slab.own_only else self._request_slot(slab)
+
+    def _apart(self, tile: Tile, made: list[KernelCall]) -> tuple[list[KernelCall], list[tuple[int, int]]]:
+        """Return calls that are rectangles of the tensors of pairs, too, and their corners there."""
+        from tokenring.lowering.pair_box import apart, pair_box
+
+        if self.box is None:
+            self.box = pair_box(self.schedule, self.rank)
+        found = [part for call in made for part in apart(self.storage, self.box, tile, call)]
+        return [call for call, _ in found], [corner for _, corner in found]
 
     def _kept_before(self) -> set[int]:
         """Return the slots that forward has filled already."""

@@ -10,6 +10,7 @@ from tokenring.ir.schedule_data import Kind, Pass
 from tokenring.sequence.region import Patch
 
 OWN = -1  # "slot" of the rank's own tensors
+NOTHING = -2  # "slot" of a side of a tile that carries nothing in a pass
 ALL_TO_ALL, ALL_GATHER, BUNDLE = "all-to-all", "all-gather", "bundle"
 
 
@@ -100,6 +101,17 @@ class Attend(NamedTuple):
     kept_q: Span | None = None
 
 
+class Multiply(NamedTuple):
+    """One product of rows and columns; `corner` is where its own lie in the rank's tensors of pairs (`pair_box`)."""
+
+    step: int
+    q: Span
+    kv: Span
+    patch: Patch
+    results: tuple[Result, ...]
+    corner: tuple[int, int]
+
+
 class Merge(NamedTuple):
     """Merge (out with lse) or add (gradients) rows of one slot into another; `first`: copy."""
 
@@ -116,7 +128,7 @@ class Fill(NamedTuple):
     into: Span
 
 
-Instruction = Pack | Recv | Send | Wait | Attend | Merge | Fill
+Instruction = Pack | Recv | Send | Wait | Attend | Multiply | Merge | Fill
 
 
 class Collective(NamedTuple):

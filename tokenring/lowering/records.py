@@ -45,16 +45,6 @@ class Record(NamedTuple):
         return next(field for field in self.fields if field.name == name)
 
 
-NAMES: Mapping[tuple[Kind, Pass], tuple[tuple[str, ...], tuple[str, ...]]] = {
-    # (kind, pass): (statistics, tensors)
-    ("q", "forward"): ((), ("q",)),
-    ("q", "backward"): (("lse", "delta"), ("q", "dout")),
-    ("kv", "forward"): ((), ("k", "v")),
-    ("kv", "backward"): ((), ("k", "v")),
-    ("q_partial", "forward"): (("lse",), ("out",)),
-    ("q_partial", "backward"): ((), ("dq",)),
-    ("kv_partial", "backward"): ((), ("dk", "dv")),
-}
 AS_WIDE_AS_VALUES = frozenset({"v", "out", "dout", "dv"})  # the others are as wide as q and k
 
 
@@ -81,7 +71,7 @@ class Records:
     def __init__(self, schedule: ScheduleData, workload: Workload, direction: Pass) -> None:
         check_workload(schedule, workload, direction)
         self.workload, self.direction = workload, direction
-        self.groups, self.keep = schedule.head_groups, schedule.keep
+        self.groups, self.keep, self.carries = schedule.head_groups, schedule.keep, schedule.operator.carries
         self.codecs = dict(schedule.codecs)
         unknown = set(self.codecs.values()) - set(CODECS)
         if unknown:
@@ -96,7 +86,7 @@ class Records:
         return self._made[key]
 
     def _make(self, kind: Kind, full_precision: bool, all_heads: bool) -> Record:
-        statistics, tensors = NAMES[kind, self.direction]
+        statistics, tensors = self.carries[kind, self.direction]
         if self.direction == "backward" and kind == "q" and "q" in self.keep:
             tensors = ("dout",)
         size = self.workload

@@ -22,9 +22,23 @@ import torch
 from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PASSES, REQUEST_OF, Kind, ScheduleData, Tile
 from tokenring.lowering.lower import agenda_of, lower_agenda
-from tokenring.lowering.program import OWN, Attend, Fill, Merge, Pack, Program, Recv, Send, Span, Wait
+from tokenring.lowering.program import (
+    NOTHING,
+    OWN,
+    Attend,
+    Fill,
+    Merge,
+    Multiply,
+    Pack,
+    Program,
+    Recv,
+    Send,
+    Span,
+    Wait,
+)
 from tokenring.lowering.storage import Storage
 from tokenring.lowering.target import APART, Target
+from tokenring.proof.paired import PAIR_KINDS, BeyondPairs, PairTokens
 from tokenring.proof.rendezvous import Queues, Rank, Rendezvous, Wrong, name_of
 from tokenring.proof.slot_contents import (
     NOBODY,
@@ -96,7 +110,8 @@ class _Replay:
     def __init__(self, pairs: Pairs, programs: Sequence[Program], queues: Queues, kept: Kept | None) -> None:
         self.pairs, self.schedule = pairs, pairs.schedule
         self.direction = programs[0].direction
-        self.kinds: tuple[Kind, ...] = ("q_partial",) if self.direction == "forward" else ("q_partial", "kv_partial")
+        self.kinds: tuple[Kind, ...] = self.schedule.operator.home[self.direction]
+        self.in_pairs = PairTokens(self.schedule)
         self.tally = Tally(pairs, self.kinds)
         self.ranks = [Rank(program) for program in programs]
         for rank, slots in zip(self.ranks, kept or [], strict=bool(kept)):
@@ -245,7 +260,7 @@ class _Replay:
         does = rank.program.instructions[rank.at]
         if isinstance(does, Recv | Send):
             return f", for {name_of(does)}"
-        if isinstance(does, Attend):
+        if isinstance(does, Attend | Multiply):
             here = (does.step, rank.rank, does.q.heads)
             tiles = [tile for tile in self.schedule.tiles if (tile.step, tile.rank, tile.heads) == here]
             return f", for {' or '.join(_tile_name(tile) for tile in tiles)}"
@@ -274,6 +289,23 @@ class _Replay:
         q, kv = self._tokens(rank, call.q, "q"), self._tokens(rank, call.kv, "kv")
         if call.kept_q is not None and self._tokens(rank, call.kept_q, "q") != q:
             raise rank.wrong(f"computes with other q than it kept{self._of(rank)}")
+        self._compute(rank, call, q, kv)
+
+    def _multiply(self, rank: Rank, call: Multiply) -> None:
+        """Check that rows and columns of the tensors of pairs are those of the operands, which may be one of them."""
+        try:
+            there = self.in_pairs.of(rank.rank, call)
+        except BeyondPairs as beyond:
+            raise rank.wrong(f"{beyond}{self._of(rank)}") from None
+        for kind, span, tokens in zip(PAIR_KINDS, (call.q, call.kv), there, strict=True):
+            if (span.slot == NOTHING) == ((kind, self.direction) in self.schedule.operator.carries):
+                raise rank.wrong(f"computes without {kind}, or with one that nothing carries{self._of(rank)}")
+            if span.slot != NOTHING and self._tokens(rank, span, kind) != tokens:
+                raise rank.wrong(f"has {kind} in its tensor of pairs among those of other tokens{self._of(rank)}")
+        self._compute(rank, call, *there)
+
+    def _compute(self, rank: Rank, call: Attend | Multiply, q: Tokens, kv: Tokens) -> None:
+        """Note a kernel call, and put its results where they go."""
         patch, shape = call.patch, (0, call.q.rows, 0, call.kv.rows)
         spans = [call.q, call.kv, *(result.into for result in call.results)]
         if patch[:4] != shape or len({span.heads for span in spans}) != 1:
@@ -353,6 +385,7 @@ DOES: dict[type, Callable[[_Replay, Rank, Any], None]] = {
     Send: _Replay._send,
     Wait: _Replay._waited,
     Attend: _Replay._attend,
+    Multiply: _Replay._multiply,
     Merge: _Replay._merge,
     Fill: _Replay._fill,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 NOBODY = -1  # owner of rows that were filled: a result for whichever token, of no kernel call
@@ -137,15 +138,19 @@ def tokens_of(runs: list[ContentRun]) -> Tokens:
     if len(runs) == 1:
         run = runs[0]
         return ((run.stop - run.start, run.owner, run.row),)
+    return joined_tokens((run.stop - run.start, run.owner, run.row) for run in runs)
+
+
+def joined_tokens(parts: Iterable[tuple[int, int, int]]) -> Tokens:
+    """Return the same tokens, those that are neighbours at their owner as one."""
     found: list[tuple[int, int, int]] = []
-    for run in runs:
-        count = run.stop - run.start
+    for count, first_owner, first in parts:
         if found:
             before, owner, row = found[-1]
-            if owner == run.owner and row + before == run.row:
+            if owner == first_owner and row + before == first:
                 found[-1] = (before + count, owner, row)
                 continue
-        found.append((count, run.owner, run.row))
+        found.append((count, first_owner, first))
     return tuple(found)
 
 

@@ -92,7 +92,8 @@ class _Proof:
     def __init__(self, facts: ProofFacts, direction: Pass) -> None:
         self.schedule, self.facts, self.direction = facts.schedule, facts, direction
         self.owners = facts.owners
-        self.kinds: tuple[Kind, ...] = ("q_partial",) if direction == "forward" else ("q_partial", "kv_partial")
+        self.kinds: tuple[Kind, ...] = facts.schedule.operator.home[direction]
+        self.carried = facts.schedule.operator.carries
         ranks = range(self.schedule.world_size)
         self.held: list[dict[Block, int]] = [{} for _ in ranks]  # at each rank: block → the step in which it came
         self.sent: list[set[tuple[object, ...]]] = [set() for _ in ranks]  # partials that each rank has sent
@@ -152,6 +153,8 @@ class _Proof:
         held, (q_owners, kv_owners) = self.held[rank], (self.owners["q"], self.owners["kv"])
         q_pieces, kv_pieces = self.schedule.q_pieces, self.schedule.kv_pieces
         for blocks, owners in ((tile.q, q_owners), (tile.kv, kv_owners)):
+            if (blocks[0][0], self.direction) not in self.carried:
+                continue
             for block in blocks:
                 if owners[block[1]] != rank and held.get(block, step) >= step:
                     raise self._fail(step, rank, f"computes with {block} but does not hold it yet")
@@ -165,13 +168,14 @@ class _Proof:
             if again := self.computed[block[2], unit] & bits:
                 raise self._fail(step, rank, f"computes {block} with {self._names('kv', again)} a second time")
             self.computed[block[2], unit] |= bits
-            self._contribute(tile, "q_partial", block, q_owners[block[1]], bits)
-        backward = self.direction == "backward"
+            if "q_partial" in self.kinds:
+                self._contribute(tile, "q_partial", block, q_owners[block[1]], bits)
+        of_columns = "kv_partial" in self.kinds
         for block in tile.kv:
             bits = q_bits & self.facts.of_kv[block[1] * kv_pieces + block[3]]
             if not bits:
                 raise self._fail(step, rank, f"computes {block}, which the mask hides from its tile")
-            if backward:
+            if of_columns:
                 self._contribute(tile, "kv_partial", block, kv_owners[block[1]], bits)
 
     def _contribute(self, tile: Tile, kind: Kind, block: Block, owner: int, bits: int) -> None:
@@ -225,6 +229,16 @@ class _Proof:
                 for heads in range(self.schedule.head_groups):
                     if missing := wanted & ~self.home[kind, chunk, heads, piece]:
                         raise self._missing(Block(kind, chunk, heads, piece), missing)
+        if not self.kinds:
+            self._check_computed()
+
+    def _check_computed(self) -> None:
+        """Check that all is computed, where results stay where they are made."""
+        for unit, wanted in enumerate(self.facts.of_q):
+            chunk, piece = divmod(unit, self.schedule.q_pieces)
+            for heads in range(self.schedule.head_groups):
+                if missing := wanted & ~self.computed[heads, unit]:
+                    raise self._missing(Block("q_partial", chunk, heads, piece), missing)
 
     def _check_needed(self, requests: dict[int, list[Move]]) -> None:
         """Check that nothing travels where it is neither used nor sent on: nobody could give its slot back."""

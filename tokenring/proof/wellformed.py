@@ -35,6 +35,10 @@ def check_form(schedule: ScheduleData) -> None:
             or (rows is not None and not _are_runs(rows, schedule.rows(block)))
         ):
             raise _wrong_move(schedule, move)
+    if schedule.operator.pairs is not None:
+        from tokenring.proof.paired import check_paired
+
+        check_paired(schedule)
     if list(schedule.tiles) != sorted(schedule.tiles, key=tile_order):
         raise ScheduleError(f"{schedule.name}: its tiles are not in order of step, rank and blocks")
     places = list(map(move_order, schedule.moves))
