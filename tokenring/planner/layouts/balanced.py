@@ -19,7 +19,7 @@ from tokenring.sequence.layout import AUTO, Layout, Positions, contiguous, make_
 from tokenring.sequence.mask import Mask
 
 NAME = "balanced"  # what users get who ask for "auto", where no usual layout does as well
-SLACK = 1.045  # times the mean work that a rank may have
+SLACK = 1.02  # times the mean work that a rank may have
 SWAPS = (2500, 3000)
 WARMTH = 0.4  # by how much a swap may cost more than before, at most and at first
 LIKED = 0.7  # share of tried swaps that bring a rank a chunk that it likes
