@@ -19,14 +19,15 @@ def fuse(schedule: S) -> S:
     """Merge tiles of one rank, step and head group into one tile where together they are all q × all kv of theirs."""
     groups: dict[tuple[int, int, int], list[Tile]] = defaultdict(list)
     for tile in schedule.tiles:
-        groups[tile.step, tile.rank, tile.heads].append(tile)
+        step, rank, q_blocks, _ = tile
+        groups[step, rank, q_blocks[0][2]].append(tile)
     tiles: list[Tile] = []
     for (step, rank, _heads), group in groups.items():
         if len(group) == 1:
             tiles += group
             continue
         q, kv = {tile.q for tile in group}, {tile.kv for tile in group}
-        if set(product(q, kv)) == {(tile.q, tile.kv) for tile in group}:
+        if len(group) >= len(q) * len(kv) == len({(tile.q, tile.kv) for tile in group}):
             tiles.append(Tile(step, rank, _sequence_order(schedule, q), _sequence_order(schedule, kv)))
         else:
             tiles.extend(group)
@@ -41,7 +42,7 @@ def prune(schedule: S) -> S:
     """Drop tiles that the mask hides, then moves that bring what no tile needs or carry what no tile made."""
     sees = _sight_of(schedule)
     tiles = [seen for tile in schedule.tiles if (seen := sees.part(tile, tile.q, tile.kv)).q]
-    used = {(block, tile.rank) for tile in tiles for block in (*tile.q, *tile.kv)}
+    used = {(block, rank) for _, rank, q, kv in tiles for block in (*q, *kv)}
     kept = {*_needed_requests(schedule, used), *_fed_partials(schedule, used)}
     moves = tuple(move for at, move in enumerate(schedule.moves) if at in kept)
     return schedule.replace(tiles=tuple(tiles), moves=moves)
@@ -95,9 +96,11 @@ def _needed_requests(schedule: ScheduleData, used: Set[tuple[Block, int]]) -> It
     used: blocks that tiles read, with the tiles' ranks.
     """
     needed, moves = set(used), schedule.moves
-    for at in sorted(range(len(moves)), key=lambda at: -moves[at].step):
-        _, block, src, dst, channel, *_ = moves[at]
-        if channel != PARTIALS and (block, dst) in needed:
+    requests = [(-move[0], at) for at, move in enumerate(moves) if move[4] != PARTIALS]
+    requests.sort()
+    for _, at in requests:
+        _, block, src, dst, _, _, _ = moves[at]
+        if (block, dst) in needed:
             needed.add((block, src))
             yield at
 
@@ -109,9 +112,11 @@ def _fed_partials(schedule: ScheduleData, used: Set[tuple[Block, int]]) -> Itera
     """
     held = {(block.partial(rank), rank) for block, rank in used if schedule.owner(block) != rank}
     moves = schedule.moves
-    for at in sorted(range(len(moves)), key=lambda at: moves[at].step):
-        _, block, src, dst, channel, add, _ = moves[at]
-        if channel == PARTIALS and (block, src) in held:
+    partials = [(move[0], at) for at, move in enumerate(moves) if move[4] == PARTIALS]
+    partials.sort()
+    for _, at in partials:
+        _, block, src, dst, _, add, _ = moves[at]
+        if (block, src) in held:
             held.add((block._replace(made_at=dst) if add else block, dst))
             yield at
 
@@ -183,4 +188,5 @@ def tile_order(tile: Tile) -> tuple[int, int, tuple[Block, ...], tuple[Block, ..
 
 def move_order(move: Move) -> tuple[int, bool, int, int, int, Block]:
     """Return the sort key of a move among all moves of its channel: both ends of a pair agree on it."""
-    return move.step, move.src > move.dst, move.block.piece, move.src, move.dst, move.block
+    step, block, src, dst, _, _, _ = move
+    return step, src > dst, block[3], src, dst, block

@@ -207,12 +207,17 @@ class ScheduleData:
 
     def rows(self, block: Block) -> int:
         """Return the tokens in the block's unit."""
-        kind = block.kind
-        return self._unit_lengths[kind] if self.layout_of(kind).is_even else len(self.positions(block))
+        length = self._even_lengths[block[0]]
+        return len(self.positions(block)) if length is None else length
 
     @cached_property
     def _unit_lengths(self) -> dict[Kind, int]:
         return {kind: -(-self.layout_of(kind).chunk_length // self.pieces_of(kind)) for kind in KINDS}
+
+    @cached_property
+    def _even_lengths(self) -> dict[Kind, int | None]:
+        """The tokens in each unit of a kind, None where the end of the sequence cuts one."""
+        return {kind: length if self.layout_of(kind).is_even else None for kind, length in self._unit_lengths.items()}
 
     def runs(self, move: Move) -> Runs:
         """Return the rows of its unit that a move carries."""
@@ -220,7 +225,9 @@ class ScheduleData:
 
     def moved_rows(self, move: Move) -> int:
         """Return how many rows a move carries."""
-        return sum(stop - start for start, stop in self.runs(move))
+        if move.rows is None:
+            return self.rows(move.block)
+        return sum(stop - start for start, stop in move.rows)
 
     @cached_property
     def cuts_rows(self) -> bool:

@@ -41,11 +41,14 @@ def link_bytes(schedule: ScheduleData, workload: Workload, direction: Pass = "fo
     """Return the payload bytes of each (source, destination) that carries any in this pass."""
     records = Records(schedule, workload, direction)
     rows: dict[tuple[int, int, Kind, bool], int] = defaultdict(int)
-    for move in schedule.moves_in(direction):
-        rows[move.src, move.dst, move.block.kind, schedule.in_full_precision(move)] += schedule.moved_rows(move)
+    moves = schedule.moves_in(direction)
+    counts = map(schedule.moved_rows, moves) if schedule.cuts_rows else map(schedule.rows, (move[1] for move in moves))
+    full = schedule.in_full_precision
+    for move, count in zip(moves, counts, strict=True):
+        rows[move[2], move[3], move[1][0], full(move)] += count
     links: dict[tuple[int, int], int] = defaultdict(int)
-    for (src, dst, kind, full), count in rows.items():
-        links[src, dst] += count * records(kind, full).nbytes
+    for (src, dst, kind, precise), count in rows.items():
+        links[src, dst] += count * records(kind, precise).nbytes
     return dict(sorted(links.items()))
 
 

@@ -7,8 +7,10 @@ take them; all units of one owner, head group and piece lie together too, in the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from tokenring.ir.schedule_data import REQUEST_OF, Block, Kind, Move, Pass, ScheduleData, Tile
@@ -63,6 +65,45 @@ def _name(part: MovePart) -> str:
     return str(part.move.block) + ("" if part.move.rows is None else f"[{part.start}:{part.stop}]")
 
 
+_alike = itemgetter(0, 2, 3, 4, 5)  # of moves of one message: step, source, destination, channel, and whether it adds
+
+
+class _Stretch:
+    """Moves alike that follow each other in the total order: in it, moves of one step, pair and piece stand together.
+
+    Their messages are made when one of their ranks is first asked for its own.
+    """
+
+    def __init__(self, moves: Iterable[Move]) -> None:
+        self._moves = tuple(moves)
+        self._made: list[Message] | None = None
+
+    def messages(self, storage: Storage) -> list[Message]:
+        """Return the messages in which they go, the same at both ends."""
+        if self._made is None:
+            self._made = [Message(storage, parts) for parts in self._joined(storage)]
+        return self._made
+
+    def _joined(self, storage: Storage) -> Iterator[list[MovePart]]:
+        """Yield what goes in one message: rows that are neighbours at both ends."""
+        runs, moves = storage.schedule.runs, self._moves
+        if len(moves) == 1:  # whose runs are apart
+            yield from ([MovePart(moves[0], *run)] for run in runs(moves[0]))
+            return
+        joined: list[MovePart] = []
+        last = None
+        for move in moves:
+            shared, src_row, dst_row = storage.wire_place(move)
+            for number, (start, stop) in enumerate(runs(move)):
+                here = shared, src_row + start, dst_row + start
+                if joined and (number or here != last):
+                    yield joined
+                    joined = []
+                joined.append(MovePart(move, start, stop))
+                last = shared, src_row + stop, dst_row + stop
+        yield joined
+
+
 class Slab(NamedTuple):
     """Request blocks that share a slot at one rank, in the order in which they lie there."""
 
@@ -91,7 +132,8 @@ class Storage:
         ranks = range(schedule.world_size)
         self._slab_of: list[dict[Block, Slab]] = [{} for _ in ranks]
         self._row_of: list[dict[Block, int]] = [{} for _ in ranks]
-        self._messages: dict[Pass, list[list[Message]]] = {}
+        self._messages: dict[tuple[int, Pass], list[Message]] = {}
+        self._stretches: dict[Pass, list[list[_Stretch]]] = {}
         self._tiles: list[list[Tile]] = [[] for _ in ranks]
         for tile in schedule.tiles:
             self._tiles[tile.rank].append(tile)
@@ -164,39 +206,27 @@ class Storage:
 
     def messages(self, rank: int, direction: Pass) -> list[Message]:
         """Return the messages that a rank sends and receives in a pass, in the order that both ends share."""
-        if direction not in self._messages:
-            found = self._messages[direction] = [[] for _ in range(self.schedule.world_size)]
-            for parts in self._joined_parts(self.schedule.moves_in(direction)):
-                message = Message(self, parts)
-                found[message.src].append(message)
-                found[message.dst].append(message)
-        return self._messages[direction][rank]
+        known = self._messages.get((rank, direction))
+        if known is None:
+            stretches = self._stretches_of(direction)[rank]
+            known = self._messages[rank, direction] = [each for some in stretches for each in some.messages(self)]
+        return known
 
-    def _joined_parts(self, moves: Sequence[Move]) -> Iterator[list[MovePart]]:
-        """Yield what goes in one message. In the total order moves of one step, pair and piece stand together."""
-        joined: list[MovePart] = []
-        for move in moves:
-            for start, stop in self.schedule.runs(move):
-                part = MovePart(move, start, stop)
-                if joined and not self._adjacent(joined[-1], part):
-                    yield joined
-                    joined = []
-                joined.append(part)
-        if joined:
-            yield joined
+    def _stretches_of(self, direction: Pass) -> list[list[_Stretch]]:
+        """Return the stretches of a pass that each rank sends or receives, in order."""
+        if direction not in self._stretches:
+            found = self._stretches[direction] = [[] for _ in range(self.schedule.world_size)]
+            for (_, src, dst, *_), moves in groupby(self.schedule.moves_in(direction), _alike):
+                stretch = _Stretch(moves)
+                found[src].append(stretch)
+                found[dst].append(stretch)
+        return self._stretches[direction]
 
-    def _adjacent(self, before: MovePart, part: MovePart) -> bool:
-        a, b = before.move, part.move
-        if a is b or (a.step, a.src, a.dst, a.channel, a.add) != (b.step, b.src, b.dst, b.channel, b.add):
-            return False
-        precise = self.schedule.in_full_precision
-        if self._slot_group(a.block) != self._slot_group(b.block) or precise(a) != precise(b):
-            return False
-        apart = before.stop - part.start
-        return all(self._wire_row(rank, b.block) - self._wire_row(rank, a.block) == apart for rank in (a.src, a.dst))
-
-    def _slot_group(self, block: Block) -> tuple[Group, int | None]:
-        return self.group(block), block.made_at
+    def wire_place(self, move: Move) -> tuple[object, int, int]:
+        """Return what neighbours in a message share, and the rows from which and into which the block goes."""
+        block = move.block
+        shared = self.group(block), block.made_at, self.schedule.in_full_precision(move)
+        return shared, self._wire_row(move.src, block), self._wire_row(move.dst, block)
 
     def _wire_row(self, rank: int, block: Block) -> int:
         """Return the row from or into which a rank sends or receives the block."""

@@ -158,15 +158,18 @@ def _tiles(
     world, place, when = schedule.world_size, scheme.place, scheme.when
     if scheme.place_for is not None:
         place = scheme.place_for(schedule.q_layout, schedule.kv_layout, schedule.mask)
+    others: dict[int, list[tuple[int, int, UnitsDue]]] = defaultdict(list)  # kv owner, piece and units by head group
+    for (kv_owner, heads, kv_piece), units in kv_units.items():
+        others[heads].append((kv_owner, kv_piece, units))
     tiles = []
     for (q_owner, heads, q_piece), (q, q_due) in q_units.items():
-        for kv_owner in range(world):
-            for kv_piece in range(schedule.kv_pieces):
-                kv, kv_due = kv_units[kv_owner, heads, kv_piece]
-                pair = Pair(q_owner, kv_owner, heads, q_piece, kv_piece, world)
-                rank = place(pair)
-                step = max(q_due.get(rank, 0), kv_due.get(rank, 0))
-                tiles.append(Tile(when(pair, step) if when else step, rank, q, kv))
+        for kv_owner, kv_piece, (kv, kv_due) in others[heads]:
+            pair = Pair(q_owner, kv_owner, heads, q_piece, kv_piece, world)
+            rank = place(pair)
+            step, kv_step = q_due.get(rank, 0), kv_due.get(rank, 0)
+            if kv_step > step:
+                step = kv_step
+            tiles.append(Tile(when(pair, step) if when else step, rank, q, kv))
     return tiles
 
 
@@ -186,13 +189,15 @@ def _requests(routes: Routes) -> Iterable[Move]:
 def _partials(schedule: Schedule, kind: Kind, tiles: list[Tile], back: Return) -> Iterable[Move]:
     """Yield the moves home of what tiles make for units of this kind that are owned elsewhere."""
     makers: dict[int, UnitsMade] = {}  # of units of one owner, which all tiles have as one and the same object
+    of_q = kind == "q"
     for step, rank, q, kv in tiles:
-        blocks = q if kind == "q" else kv
+        blocks = q if of_q else kv
         made = makers.get(id(blocks))
         if made is None:
             made = makers[id(blocks)] = UnitsMade(blocks, schedule.owner(blocks[0]), {})
-        if made.owner != rank and made.steps.get(rank, -1) < step:
-            made.steps[rank] = step
+        _, owner, steps = made
+        if owner != rank and steps.get(rank, -1) < step:
+            steps[rank] = step
     partial = PARTIAL_OF[kind]
     for blocks, _, steps in makers.values():
         if not steps:

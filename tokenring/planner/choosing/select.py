@@ -187,7 +187,7 @@ def _simulated(
             each = replace(each, least=each.least.with_work(work))
             heapq.heappush(waiting, (each.seconds, at, each, WORK))
         elif counted == WORK:
-            whole = least_seconds(each.schedule, setting).with_work(each.least.of_passes)
+            whole = least_seconds(each.schedule, setting, (), each.least.wires).with_work(each.least.of_passes)
             each = replace(each, least=whole)
             heapq.heappush(waiting, (each.weighed_seconds, at, each, ALL))
         else:
@@ -200,7 +200,10 @@ def _simulated(
 
 def _predicted(each: Judged, setting: Setting, most_seconds: float) -> Judged:
     """Return the schedule with its prediction; without, where it takes longer than `most_seconds`."""
-    found = predict_within(each.schedule, setting, most_seconds * ROUNDING, each.least.of_passes)
+    least = each.least
+    found = predict_within(
+        each.schedule, setting, most_seconds * ROUNDING, least.of_passes, wires=least.wires
+    )
     return replace(each, prediction=found, exceeds_seconds=most_seconds if found is None else None)
 
 

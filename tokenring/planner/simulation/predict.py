@@ -122,12 +122,14 @@ class Least(NamedTuple):
         return self._replace(of_passes=tuple(map(max, self.of_passes, work)), work_seconds=sum(work))
 
 
-def least_seconds(schedule: ScheduleData, setting: Setting, some_ranks: Sequence[int] = ()) -> Least:
+def least_seconds(
+    schedule: ScheduleData, setting: Setting, some_ranks: Sequence[int] = (), wires: Busiest | None = None
+) -> Least:
     """Return the least that a schedule needs: far cheaper than a prediction, and never above it.
 
-    some_ranks: whose kernels are looked at; none: those of all.
+    some_ranks: whose kernels are looked at; none: those of all. wires: the busiest, where they are known.
     """
-    storage, wires = storage_of(schedule), busiest(schedule, setting)
+    storage, wires = storage_of(schedule), busiest(schedule, setting) if wires is None else wires
     ranks = some_ranks or _ranks(schedule)
     kernels, of_ranks = [], [0.0]
     for direction in setting.passes:
@@ -215,10 +217,11 @@ def predict_within(
     most_seconds: float,
     least_of_passes: Sequence[float],
     record: bool = False,
+    wires: Busiest | None = None,
 ) -> Prediction | None:
     """Predict what a schedule costs; return None as soon as it is known to take longer than `most_seconds`.
 
-    least_of_passes: seconds that each pass takes at least.
+    least_of_passes: seconds that each pass takes at least. wires: the busiest, where they are known.
     """
     made = []
     spare_seconds = most_seconds - sum(least_of_passes)
@@ -233,7 +236,7 @@ def predict_within(
         sum(outcome.seconds for outcome, _, _ in made),
         sum(kernels for _, kernels, _ in made),
         sum(outcome.exposed_seconds for outcome, _, _ in made),
-        busiest(schedule, setting),
+        busiest(schedule, setting) if wires is None else wires,
         *held(contacts(schedule, setting.target, setting.passes), setting.target, pools),
         tuple(outcome for outcome, _, _ in made) if record else (),
     )

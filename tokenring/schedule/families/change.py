@@ -27,20 +27,21 @@ def arranged(scheme: Scheme, order: Sequence[int]) -> Scheme:
 
     def cast(pair: Pair) -> Pair:
         _check_size(scheme, order, pair.world_size)
-        return pair._replace(q_owner=part[pair.q_owner], kv_owner=part[pair.kv_owner])
+        q_owner, kv_owner, *rest = pair
+        return Pair(part[q_owner], part[kv_owner], *rest)
 
     def gather(of: Gather) -> Gather:
         def route(origin: Origin) -> tuple[Hop, ...]:
             _check_size(scheme, order, origin.world_size)
             hops = of(origin._replace(owner=part[origin.owner]))
-            return tuple(hop._replace(src=order[hop.src], dst=order[hop.dst]) for hop in hops)
+            return tuple(Hop(step, order[src], order[dst], due, add) for step, src, dst, due, add in hops)
 
         return stay if of is stay else route
 
     def back(of: Return) -> Return:
         def route(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
             hops = of(origin._replace(owner=part[origin.owner]), {part[rank]: makers[rank] for rank in makers})
-            return tuple(hop._replace(src=order[hop.src], dst=order[hop.dst]) for hop in hops)
+            return tuple(Hop(step, order[src], order[dst], due, add) for step, src, dst, due, add in hops)
 
         return route
 
@@ -77,7 +78,10 @@ def in_pieces(scheme: Scheme, pieces: int) -> Scheme:
     cuts_q = scheme.gather_q is not stay
 
     def whole(pair: Pair) -> Pair:
-        return pair._replace(**{"q_piece" if cuts_q else "kv_piece": _piece(pair) // pieces})
+        q_owner, kv_owner, heads, q_piece, kv_piece, world_size = pair
+        if cuts_q:
+            return Pair(q_owner, kv_owner, heads, q_piece // pieces, kv_piece, world_size)
+        return Pair(q_owner, kv_owner, heads, q_piece, kv_piece // pieces, world_size)
 
     def _piece(pair: Pair) -> int:
         return pair.q_piece if cuts_q else pair.kv_piece
@@ -118,7 +122,10 @@ def _slower(gather: Gather, pieces: int, cut: bool) -> Gather:
     def route(origin: Origin) -> tuple[Hop, ...]:
         late = origin.piece % pieces if cut else 0
         hops = gather(_uncut(origin, pieces) if cut else origin)
-        return tuple(hop._replace(step=hop.step * pieces + late, due=hop.arrival * pieces + late) for hop in hops)
+        return tuple(
+            Hop(step * pieces + late, src, dst, (due or step + 1) * pieces + late, add)
+            for step, src, dst, due, add in hops
+        )
 
     return route
 
