@@ -152,6 +152,86 @@ CHOSEN = (
 )
 
 
+class Sent(NamedTuple):
+    """Bytes that a rank sent for a decode step, and for a sharded chunk but for its tokens among themselves."""
+
+    one: int
+    bound: int
+    transports: int
+
+
+def run_long(here: Here, dtype: torch.dtype) -> Sent:
+    """Many decode steps: what one sends, how many exchanges were bound, and how many pools there are."""
+    cp = here.cp(transport=here.transport("shm"))
+    cache = tr.KVCache(cp, layers=2, kv_heads=2, head_dim=DIM, capacity=200, page=4, dtype=dtype)
+    q, k, v = (torch.randn(1, 33, heads, DIM, generator=torch.Generator().manual_seed(1)) for heads in (HEADS, 2, 2))
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    with cache.step(33):
+        for layer in range(2):
+            tr.cached_attention(q, k, v, cache, layer)
+    sent = []
+    assert cp.transport is not None
+    for _ in range(120):
+        before = sum(cp.transport.sent_bytes.values())
+        with cache.step(1):
+            for layer in range(2):
+                tr.cached_attention(q[:, :1], k[:, :1], v[:, :1], cache, layer)
+        sent.append(sum(cp.transport.sent_bytes.values()) - before)
+    assert len(set(sent)) == 1, "what is sent depends on what is cached"
+    return Sent(sent[0], len(cache._exchanges), len(cp._pools))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks_", [2, 3])
+def test_a_decode_step_sends_results_alone_and_binds_nothing_new(
+    ranks_: int, dtype: torch.dtype, ranks: RankPools
+) -> None:
+    a_layer = (ranks_ - 1) * HEADS * (DIM * dtype.itemsize + 4)  # (P - 1)(o + l)
+    for found in ranks(ranks_)(run_long, dtype):
+        assert found == Sent(2 * a_layer, 1, 1)
+
+
+def run_sharded(here: Here) -> int:
+    """Bytes of the second of two sharded chunks, less those of its tokens among themselves."""
+    cp = here.cp(transport=here.transport("shm"), schedule="direct-kv")
+    assert cp.transport is not None
+    sent = []
+    for cached in (0, 24):
+        cache = tr.KVCache(cp, layers=1, kv_heads=2, head_dim=DIM, capacity=64, page=4)
+        for tokens in (cached, 24):
+            x = [torch.randn(1, tokens // here.world_size, heads, DIM) for heads in (HEADS, 2, 2)]
+            before = sum(cp.transport.sent_bytes.values())
+            if tokens:
+                tr.cached_attention(x[0], x[1], x[2], cache, 0, q_home="tokens")
+        sent.append(sum(cp.transport.sent_bytes.values()) - before)
+    return sent[1] - sent[0]
+
+
+@pytest.mark.parametrize("ranks_", [2, 3])
+def test_a_sharded_chunk_sends_q_and_results(ranks_: int, ranks: RankPools) -> None:
+    whole = 24 * HEADS * (DIM * 4 + DIM * 4 + 4)  # q + o + l
+    assert ranks(ranks_)(run_sharded) == [whole * (ranks_ - 1) // ranks_] * ranks_
+
+
+def run_half(here: Here) -> tuple[float, bool]:
+    """A cache in bf16, against float64 of the same rounded inputs."""
+    cp = here.cp(transport=here.transport("gloo"))
+    cache = tr.KVCache(cp, layers=1, kv_heads=2, head_dim=DIM, capacity=64, page=4, dtype=torch.bfloat16)
+    case = Case(2, ((24, ALL), (1, ALL)))
+    q, k, v = (x.bfloat16() for x in inputs(case))
+    outs = [tr.cached_attention(q[:, a:b], k[:, a:b], v[:, a:b], cache, 0) for a, b in ((0, 24), (24, 25))]
+    k, v = (x.double().repeat_interleave(2, dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k) / math.sqrt(DIM)
+    scores = scores.masked_fill(torch.ones(25, 25).triu(1).bool(), -math.inf)
+    right = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+    return float((torch.cat(outs, 1).double() - right).abs().max()), outs[0].dtype == torch.bfloat16
+
+
+def test_bfloat16(ranks: RankPools) -> None:
+    for error, same in ranks(2)(run_half):
+        assert same and error < 2e-2
+
+
 @pytest.mark.parametrize("case", [*CHOSEN, *SAMPLE], ids=str)
 def test_equals_float64(case: Case, ranks: RankPools) -> None:
     check(case, ranks(case.ranks)(run_case, case))

@@ -12,8 +12,9 @@ from ranks import Here, RankError, RankPools
 from test_cached_attention import HEADS
 
 import tokenring as tr
-from tokenring.api.caching.filling import Filled, Room, below, cut, places
+from tokenring.api.caching.filling import Filled, Room, Sight, below, cut, places
 from tokenring.api.caching.one_token import one_token
+from tokenring.api.caching.rows import _after, rows_over
 from tokenring.backends.merging.all_at_once import merge_all
 from tokenring.runtime.partials import PartialSlots, Rows
 from tokenring.sequence.layout import Positions, make_layout
@@ -304,6 +305,20 @@ def test_runs() -> None:
     assert places(runs, torch.device("cpu")).tolist() == [0, 1, 2, 3, 10, 15, 7, 8]
     assert places(cut(runs, 3, 3), torch.device("cpu")).tolist() == [3, 10, 15]
     assert places(below(runs, 11), torch.device("cpu")).tolist() == [0, 1, 2, 3, 10, 7, 8]
+
+
+def test_what_a_window_has_left_is_not_read() -> None:
+    runs = (Positions(0, 4), Positions(8, 12), Positions(16, 20))
+    k = torch.full((1, 1, 12, 8), torch.nan)
+    k[:, :, 4:] = 1.0
+    q = torch.ones(1, 1, 1, 8)
+    for window, left in ((12, 8), (10, 8), (9, 4), (8, 4)):
+        found = _after(runs, 20 - window)
+        assert sum(map(len, found[1])) == left and found[0] == 12 - left
+        out, lse = rows_over(q, (Positions(20, 21),), k, k, runs, Sight(window), 1.0)
+        assert torch.equal(out, torch.ones_like(out)) and bool(lse.isfinite().all())
+    out, lse = rows_over(q, (Positions(90, 91),), k, k, runs, Sight(5), 1.0)
+    assert not out.any() and bool((lse == -torch.inf).all())
 
 
 def test_pages_go_where_fewest_are_sealed() -> None:

@@ -18,6 +18,10 @@ def rows_over(
 
     q_runs, kv_runs: the positions of rows and keys, each ascending run by run. A row sees keys up to its own position.
     """
+    if sight.window is not None and q.shape[2]:
+        behind = min(run.start for run in q_runs) - sight.window  # what no row sees any more
+        skipped, kv_runs = _after(kv_runs, behind)
+        k, v = k[:, :, skipped:], v[:, :, skipped:]
     if not q.shape[2] or not k.shape[2] or not _hides(q_runs, kv_runs, sight):
         return cached_partial(q, k, v, None, scale)
     kv_at = places(kv_runs, q.device)
@@ -38,6 +42,16 @@ def merged(*parts: Partial) -> Partial:
     if len(parts) == 1:
         return parts[0]
     return merge_all(torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts]))
+
+
+def _after(runs: Runs, behind: int) -> tuple[int, Runs]:
+    """Return the runs without the first of them that end at a position or before, and how many tokens those have."""
+    skipped = 0
+    for index, run in enumerate(runs):
+        if run.last > behind:
+            return skipped, runs[index:]
+        skipped += len(run)
+    return skipped, ()
 
 
 def _hides(q_runs: Runs, kv_runs: Runs, sight: Sight) -> bool:

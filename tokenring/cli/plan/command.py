@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 
+from tokenring.cli.plan.cached import cached_call, cached_report
 from tokenring.cli.plan.layouts import planned_in_layouts
 from tokenring.cli.plan.mask_picture import mask_svg
 from tokenring.cli.plan.options import Asked, ask
@@ -29,6 +30,7 @@ from tokenring.sequence.layout import AUTO
 from tokenring.sequence.sizes import read_size
 from tokenring.tables.kept_files import OFF, PLAN_CACHE
 
+ONE_TOKEN = "1"
 SUFFIXES = {"save": (".json",), "timeline": (".svg", ".json"), "svg": (".svg",), "mask-svg": (".svg",)}
 
 
@@ -40,6 +42,11 @@ def main(argv: list[str]) -> int:
     for name, known in SUFFIXES.items():
         check_suffix(f"--{name}", getattr(options, name.replace("-", "_")), *known)
     console = Console(sys.stdout, sys.stderr, os.environ)
+    if options.cached is not None:
+        console.say(cached_report(cached_call(options)))
+        return 0
+    if options.tokens != ONE_TOKEN:
+        raise ConfigurationError("--tokens are the new tokens over --cached N: say how many are cached, or --seq")
     if options.sweep is not None:
         return _sweep(options, console)
     if options.svg is not None:
@@ -128,6 +135,8 @@ def _parser() -> Parser:
     add("--topology", metavar="TOPOLOGY", required=True,
         help="preset:NAME, preset:NAME*4 (four over their NICs), a saved topology, a dump, or `measured`")  # fmt: skip
     add("--seq", default="128k", metavar="N", help=f"tokens of the whole sequence (128k), {SIZES_TEXT}")
+    add("--cached", metavar="N", help="plan inference: new tokens over a KV cache of so many (docs/inference.md)")
+    add("--tokens", default=ONE_TOKEN, metavar="N", help="new tokens over --cached (1: decode)")
     add_heads(parser, 32, 128, "bf16")
     add_mask(parser, "causal")
     add("--layout", metavar="NAME", help="auto, contiguous, zigzag, striped, or finer: zigzag/2 (zigzag if causal)")

@@ -1,0 +1,116 @@
+"""The times of ways to attend to a cache: against the formulas of their bytes and rounds, and as a command."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tokenring.cli.main import main
+from tokenring.planner.choosing.cached_calls import (
+    CachedCall,
+    cached_ways,
+    crossovers,
+    fewest,
+    least_cached_seconds,
+)
+from tokenring.planner.interconnects.interconnect import mesh_fabric, of_one_host, switch_fabric
+from tokenring.sequence.workload import Workload
+from tokenring.tables.rates import Machine, Messages, constant
+
+FREE = Machine(constant(1e9))  # kernels that take no time
+H100 = ["plan", "--topology", "preset:hgx-h100", "--cached", "128k", "--heads", "64", "--kv-heads", "8"]
+
+
+def call(ranks: int = 8, tokens: int = 1, cached: int = 131072, kv_heads: int = 8, switch: bool = True) -> CachedCall:
+    fabric = switch_fabric(ranks, 100.0) if switch else mesh_fabric(ranks, 10.0)
+    size = Workload(1, tokens, cached, 64, kv_heads, 128, torch.bfloat16)
+    return CachedCall(size, of_one_host("test", fabric), FREE)
+
+
+def of(given: CachedCall) -> dict[str, float]:
+    return {way.name: way.sent_bytes for way in cached_ways(given)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_bytes_that_a_rank_sends(ranks: int) -> None:
+    q, o, lse, kv = (16 * 64 * 256, 16 * 64 * 256, 16 * 64 * 4, 2 * 4096 * 8 * 256)
+    share = (ranks - 1) / ranks
+    wanted = {
+        "one rank": 0, "one-shot": (ranks - 1) * (o + lse), "direct-q": share * (q + o + lse), "direct-kv": share * kv,
+        "ring": share * kv,
+    }  # fmt: skip
+    assert of(call(ranks, 16, 4096)) == pytest.approx(wanted)
+
+
+def test_bytes_of_the_design() -> None:
+    """64 heads × 128, bf16, 8 ranks: what one token and a cache of 128k move (GQA 8)."""
+    found = of(call())
+    assert round(found["direct-q"]) == 28_896 and round(found["one-shot"]) == 116_480
+    assert round(found["direct-kv"] / 1e6) == 470
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_a_round_takes_what_its_busiest_wire_takes(switch: bool) -> None:
+    given = call(4, switch=switch)
+    alone = 1e6 / (100.0 if switch else 10.0) / 1e9
+    assert given.wire_seconds(1e6) == pytest.approx(3 * alone if switch else alone)
+    assert given.wire_seconds(1e6, neighbours=True) == pytest.approx(alone)
+
+
+def test_q_moves_until_the_bytes_are_those_of_the_cache() -> None:
+    """T* / S of the design: 0.124 for GQA 8, where only bytes count."""
+    given = replace(call(cached=1 << 20), machine=FREE)
+    tokens, _ = crossovers(given)
+    assert tokens is not None and tokens / (1 << 20) == pytest.approx(0.124, rel=0.01)
+
+
+def test_several_ranks_pay_from_some_length_on() -> None:
+    given = replace(call(), machine=Machine(constant(100.0, copy_gbs=1000.0), Messages(latency_seconds=1e-5)))
+    _, cached = crossovers(given)
+    assert cached is not None
+    for count, best in ((cached - 1, "one rank"), (cached, "one-shot")):
+        assert cached_ways(given.with_lengths(1, count))[0].name == best
+
+
+def test_one_rank_is_never_beaten_by_one() -> None:
+    assert crossovers(call(1))[1] is None
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 2048])
+@pytest.mark.parametrize("cached", [1024, 131072])
+def test_nothing_in_place_beats_the_bound(tokens: int, cached: int) -> None:
+    machine = Machine(constant(400.0, copy_gbs=2500.0), Messages(6e-6, 2e-6))
+    given = replace(call(tokens=tokens, cached=cached), machine=machine)
+    in_place = [way.seconds for way in cached_ways(given) if way.name in ("one-shot", "direct-q")]
+    assert min(in_place) >= least_cached_seconds(given)
+
+
+def test_fewest() -> None:
+    assert [fewest(lambda n, at=at: n >= at) for at in (1, 2, 777)] == [1, 2, 777]  # type: ignore[misc]
+    assert fewest(lambda n: False) is None
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(H100) == 0
+    said = capsys.readouterr().out
+    assert "1 new tokens over 131,072 cached, 64:8 heads × 128, bfloat16" in said
+    assert re.search(r"one-shot: 1\.\d\d × as fast as direct-q", said)
+    assert "* to compare" in said and "8 ranks are faster than one from" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [(["--json"], "--json is for a plan of training"), (["--tokens", "0"], "--tokens"),
+     (["--layout", "zigzag"], "--layout is for a plan of training")],
+)  # fmt: skip
+def test_options_that_do_not_go_with_it(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*H100, *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_tokens_are_of_a_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--topology", "preset:hgx-h100", "--seq", "8k", "--tokens", "4"]) == 2
+    assert "say how many are cached" in capsys.readouterr().err

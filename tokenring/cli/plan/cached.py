@@ -1,0 +1,93 @@
+"""`tokenring plan --cached N`: how new tokens attend to a KV cache, the time of each way, and where they cross."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from tokenring.cli.plan.options import DTYPES, first_ranks, several_hosts, where
+from tokenring.cli.spelling import check_counts, heads_text
+from tokenring.display.units import time_text
+from tokenring.errors import ConfigurationError
+from tokenring.planner.choosing.cached_calls import (
+    CachedCall,
+    CachedWay,
+    cached_ways,
+    crossovers,
+    least_cached_seconds,
+)
+from tokenring.planner.interconnects.rank_order import context_parallel_group, heads_of_group
+from tokenring.sequence.sizes import read_size
+from tokenring.sequence.workload import Workload
+
+OF_ONE_PLAN = ("sweep", "svg", "explain", "timeline", "picture", "save", "json", "layout", "schedules", "memory_limit")
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def cached_call(options: argparse.Namespace) -> CachedCall:
+    """Return the options as a call. Raises ConfigurationError for those that do not go with --cached."""
+    for name in OF_ONE_PLAN:
+        if getattr(options, name) not in (None, False):
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for a plan of training, and not for --cached")
+    check_counts(options)
+    dtype = DTYPES[options.dtype]
+    name, _ = several_hosts(options.topology, options.ranks)
+    net, machine = where(name, dtype, options)
+    net = context_parallel_group(first_ranks(net, options.ranks), options.tp)
+    tokens, cached = read_size("--tokens", options.tokens), read_size("--cached", options.cached)
+    kv_heads = options.heads if options.kv_heads is None else options.kv_heads
+    whole = Workload(options.batch, tokens, cached, options.heads, kv_heads, options.dim, dtype, options.value_dim)
+    return CachedCall(heads_of_group(whole, options.tp), net, machine)
+
+
+def cached_report(call: CachedCall) -> str:
+    """Return the ways as a table, the fastest first, with the bound and the crossovers."""
+    size, ways = call.workload, cached_ways(call)
+    dims = heads_text(size.head_dim, size.value_dim)
+    lines = [
+        f"attention of one layer, forward: batch {size.batch}, {size.q_length:,} new tokens over {size.kv_length:,} "
+        f"cached, {size.q_heads}:{size.kv_heads} heads × {dims}, {str(size.dtype).removeprefix('torch.')}",
+        f"on {call.interconnect.name}: {call.ranks} ranks; {call.machine.source}",
+        f"{ways[0].name}: {_why(ways)}",
+        "",
+        f"{'':11} {'time':>9} {'kernels':>9} {'exchange':>9} {'sent a rank':>12} {'rounds':>7}  what moves",
+        *map(_row, ways),
+        "",
+        f"bound {time_text(least_cached_seconds(call))} over {call.ranks} ranks with the cache in place; all times are "
+        f"worked out, none is measured",
+        *_crossed(call),
+    ]
+    if not all(way.runs for way in ways):
+        lines.append("* to compare: cached_attention never moves the cache")
+    return "\n".join(lines)
+
+
+def _why(ways: Sequence[CachedWay]) -> str:
+    best, second, last = ways[0].seconds, ways[1], ways[-1]
+    return f"{second.seconds / best:.2f} × as fast as {second.name}, {last.seconds / best:.0f} × as {last.name}"
+
+
+def _row(way: CachedWay) -> str:
+    times = (time_text(each) for each in (way.seconds, way.kernel_seconds, max(0.0, way.exchange_seconds)))
+    cells = " ".join(f"{text:>9}" for text in times)
+    name = way.name if way.runs else f"{way.name} *"
+    return f"{name:11} {cells} {_bytes(way.sent_bytes):>12} {way.rounds:>7}  {way.moves}"
+
+
+def _crossed(call: CachedCall) -> list[str]:
+    cached, tokens = call.workload.kv_length, call.workload.q_length
+    moves, several = crossovers(call)
+    q = "q moves, whatever the number of new tokens" if moves is None else f"q moves below {moves:,} new tokens"
+    if several is None:
+        ranks = "one rank is faster, whatever is cached"
+    else:
+        ranks = f"{call.ranks} ranks are faster than one from {several:,} cached tokens on"
+    more = "" if moves is None else ", the cache from there on"
+    return [f"over {cached:,} cached tokens {q}{more}", f"with {tokens:,} new tokens {ranks}"]
+
+
+def _bytes(count: float) -> str:
+    value, unit = count, 0
+    while value >= 1000 and unit < len(UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.3g} {UNITS[unit]}"

@@ -1,0 +1,197 @@
+"""Ways to attend from new tokens to a KV cache that is dealt over ranks: the time of each, and the best.
+
+A way is a few rounds of messages and a kernel, so its time is worked out, not simulated: rounds · latency, the busiest
+wire's bytes, and the kernel's products or the bytes that it reads, whichever takes longer. What new tokens among
+themselves take is the same in all ways that leave keys and values in place, and is left out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.sequence.workload import Workload
+from tokenring.tables.rates import Machine
+
+LSE_BYTES = 4
+READS_ITS_RATE = "cpu-flash"  # the kernel whose rates were measured on what it reads from memory
+MOST_LENGTH = 1 << 32  # tokens, up to which a crossover is looked for
+
+
+@dataclass(frozen=True)
+class CachedCall:
+    """New tokens (workload.q_length) over cached ones (workload.kv_length), forward, on a machine's interconnect."""
+
+    workload: Workload
+    interconnect: Interconnect
+    machine: Machine
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.interconnect.world_size
+
+    def with_lengths(self, tokens: int, cached: int) -> CachedCall:
+        """Return the call with other numbers of new and of cached tokens."""
+        return replace(self, workload=replace(self.workload, q_length=tokens, kv_length=cached))
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of q of all new tokens."""
+        size = self.workload
+        return size.batch * size.q_length * size.q_heads * size.head_dim * size.itemsize
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of a partial result of all new tokens: out and lse."""
+        size = self.workload
+        return size.batch * size.q_length * size.q_heads * (size.value_dim * size.itemsize + LSE_BYTES)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all cached keys and values."""
+        size = self.workload
+        return size.batch * size.kv_length * size.kv_heads * size.kv_dim * size.itemsize
+
+    def kernel_seconds(self, tokens: float, cached: float) -> float:
+        """Return the seconds of one kernel from so many new tokens to so many cached ones."""
+        size, rates = self.workload, self.machine.rates
+        flops = 2 * size.batch * size.q_heads * size.kv_dim * tokens * cached
+        rows = tokens * size.q_heads / size.kv_heads  # of a kv head
+        computing = flops / (rates.tflops("forward", max(1, int(min(rows, cached)))) * 1e12)
+        read = self.kv_bytes * cached / size.kv_length
+        reading = 0.0 if self.machine.kernel == READS_ITS_RATE else read / (rates.copy_gbs * 1e9)
+        return rates.call_seconds + max(computing, reading)
+
+    def round_seconds(self, pair_bytes: float, neighbours: bool = False) -> float:
+        """Return the seconds of a round in which each rank sends every other (or only the next) so many bytes."""
+        if self.ranks == 1:
+            return 0.0
+        return self.latency_seconds(1 if neighbours else self.ranks - 1) + self.wire_seconds(pair_bytes, neighbours)
+
+    def latency_seconds(self, messages: int) -> float:
+        """Return what a round of so many messages of each rank takes beside their bytes."""
+        of = self.machine.messages
+        posts = 2 * messages * of.post_seconds
+        return posts * max(1.0, self.ranks / self.machine.shared_cores) + of.latency_seconds
+
+    def wire_seconds(self, pair_bytes: float, neighbours: bool = False) -> float:
+        """Return the seconds of the busiest wire of such a round, for the bytes alone."""
+        loads: dict[str, float] = defaultdict(float)
+        for src in range(self.ranks):
+            others = [(src + 1) % self.ranks] if neighbours else [dst for dst in range(self.ranks) if dst != src]
+            for dst in others:
+                for wire in self.interconnect.way(src, dst):
+                    loads[wire] += pair_bytes
+        widest = self.machine.messages.flow_gbs * 1e9
+        return max(max(load / self.interconnect.gbs(wire) / 1e9 for wire, load in loads.items()), pair_bytes / widest)
+
+
+@dataclass(frozen=True)
+class CachedWay:
+    """One way: what moves, how long its parts take, what a rank sends, and how many rounds of messages it has.
+
+    runs: whether `cached_attention` takes it, or its parts; else it is there to compare.
+    """
+
+    name: str
+    moves: str
+    kernel_seconds: float
+    exchange_seconds: float
+    sent_bytes: float
+    rounds: int
+    seconds: float
+    runs: bool = True
+
+
+def cached_ways(call: CachedCall) -> list[CachedWay]:
+    """Return all ways, the fastest first."""
+    found = (make(call) for make in (_one_rank, _one_shot, _direct_q, _direct_kv, _ring))
+    return sorted(found, key=lambda way: way.seconds)
+
+
+def _one_rank(call: CachedCall) -> CachedWay:
+    seconds = call.kernel_seconds(call.workload.q_length, call.workload.kv_length)
+    return CachedWay("one rank", "nothing: one rank has the whole cache", seconds, 0.0, 0.0, 0, seconds)
+
+
+def _one_shot(call: CachedCall) -> CachedWay:
+    """Every rank has q: partial results go to all of them."""
+    kernel = call.kernel_seconds(call.workload.q_length, call.workload.kv_length / call.ranks)
+    exchange = call.round_seconds(call.result_bytes)
+    sent = (call.ranks - 1) * call.result_bytes
+    return CachedWay("one-shot", "partial results, to all", kernel, exchange, sent, 1, kernel + exchange)
+
+
+def _direct_q(call: CachedCall) -> CachedWay:
+    """Each rank has a part of q: that goes to all, and partial results come back."""
+    ranks = call.ranks
+    kernel = call.kernel_seconds(call.workload.q_length, call.workload.kv_length / ranks)
+    exchange = call.round_seconds(call.q_bytes / ranks) + call.round_seconds(call.result_bytes / ranks)
+    sent = (ranks - 1) / ranks * (call.q_bytes + call.result_bytes)
+    return CachedWay("direct-q", "q, and partial results back", kernel, exchange, sent, 2, kernel + exchange)
+
+
+def _direct_kv(call: CachedCall) -> CachedWay:
+    """Each rank has a part of q, and gets the whole cache."""
+    ranks = call.ranks
+    kernel = call.kernel_seconds(call.workload.q_length / ranks, call.workload.kv_length)
+    exchange = call.round_seconds(call.kv_bytes / ranks)
+    sent = (ranks - 1) / ranks * call.kv_bytes
+    return CachedWay("direct-kv", "keys and values, to all", kernel, exchange, sent, 1, kernel + exchange, runs=False)
+
+
+def _ring(call: CachedCall) -> CachedWay:
+    """Each rank has a part of q; keys and values go round, behind the kernels where these take longer."""
+    ranks = call.ranks
+    part = call.kernel_seconds(call.workload.q_length / ranks, call.workload.kv_length / ranks)
+    step = call.round_seconds(call.kv_bytes / ranks, neighbours=True)
+    sent, kernels = (ranks - 1) / ranks * call.kv_bytes, ranks * part
+    seconds = part + (ranks - 1) * max(part, step)
+    return CachedWay(
+        "ring", "keys and values, round", kernels, seconds - kernels, sent, ranks - 1, seconds, runs=False
+    )  # fmt: skip
+
+
+def least_cached_seconds(call: CachedCall) -> float:
+    """Return what no way over all ranks takes less than, with the cache in place: the kernel beside the bytes, a round.
+
+    At each rank's port, of q and out no less has to pass than of the tokens whose results it does not keep.
+    """
+    kernel = call.kernel_seconds(call.workload.q_length, call.workload.kv_length / call.ranks)
+    if call.ranks == 1:
+        return kernel
+    results = call.result_bytes - LSE_BYTES * call.workload.batch * call.workload.q_length * call.workload.q_heads
+    bytes_seconds = call.wire_seconds((call.q_bytes + results) / call.ranks)
+    return max(kernel, bytes_seconds) + call.machine.messages.latency_seconds
+
+
+def fewest(enough: Callable[[int], bool]) -> int | None:
+    """Return the smallest number from 1 on that is enough, where all larger ones are; None: none up to 2^32 is."""
+    if not enough(MOST_LENGTH):
+        return None
+    low, high = 0, MOST_LENGTH
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def crossovers(call: CachedCall) -> tuple[int | None, int | None]:
+    """Return where the cache moves rather than q, and where several ranks are faster than one. None: nowhere.
+
+    The first is a number of new tokens, from which on it is so; the second one of cached tokens.
+    """
+    cached, tokens = call.workload.kv_length, call.workload.q_length
+
+    def cache_moves(count: int) -> bool:
+        other = call.with_lengths(count, cached)
+        return min(_direct_kv(other).seconds, _ring(other).seconds) < _direct_q(other).seconds
+
+    def several(count: int) -> bool:
+        other = call.with_lengths(tokens, count)
+        return min(_one_shot(other).seconds, _direct_q(other).seconds) < _one_rank(other).seconds
+
+    return fewest(cache_moves), fewest(several)
