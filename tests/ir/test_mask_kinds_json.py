@@ -61,9 +61,11 @@ def test_masks_of_three_numbers_have_three_keys() -> None:
 
 
 def nested(depth: int) -> dict[str, Any]:
-    mask: dict[str, Any] = {"low": None, "high": 0, "cu_seqlens": None}
+    """A mask in a mask, so many times; what stands beside each is small, or the text would double with each."""
+    causal: dict[str, Any] = {"low": None, "high": 0, "cu_seqlens": None}
+    mask = causal
     for size in range(depth):
-        more = {"chunks": [2 * size + 3], "slices": None, "either": [[mask, mask]], "q_start": None}
+        more = {"chunks": [2 * size + 3], "slices": None, "either": [[mask, causal]], "q_start": None}
         mask = {"low": None, "high": None, "cu_seqlens": None} | more
     return mask
 

@@ -8,7 +8,7 @@ from io import StringIO
 
 import pytest
 import torch
-from families import length_of, make, points
+from families import SOME_RANKS, length_of, make, points
 from programs import lower_all, reads_early, rearranged, replays_with_collectives, size_of
 from test_planner_hccl import A2, printed
 
@@ -126,7 +126,7 @@ def check(schedule: Schedule, programs: dict[Pass, list[Program]], **queues: boo
         kept = replay(schedule, programs[direction], True, kept, **queues)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("ranks", range(3, 7))
+@pytest.mark.parametrize("ranks", SOME_RANKS[1:])
 def test_programs_of_all_families_are_proved(ranks: int) -> None:
     """In a queue for each pair and group, and in one a rank; nothing computes between the posts of a collective."""
     met = set()

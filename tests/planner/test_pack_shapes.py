@@ -66,7 +66,7 @@ def reasons(here: Here) -> list[tuple[str, float, int]]:
 
 
 def test_packs_of_one_shape_are_planned_once(ranks: RankPools) -> None:
-    for found in ranks(4)(reasons):
+    for found in ranks(2)(reasons):
         assert all(error < 2e-6 for _, error, _ in found)
         assert [told > 0 for *_, told in found] == [True, False, False, True, False, False, False]
         like = [reason.startswith(LIKE_BEFORE) for reason, *_ in found]

@@ -21,7 +21,7 @@ from tokenring.planner.choosing.auto import plan_call
 from tokenring.planner.choosing.planner import Planner
 from tokenring.planner.interconnects.interconnect import full_mesh
 
-SHORT_SECONDS = 4.0  # of a wait; long enough for a busy machine
+SHORT_SECONDS = 2.0  # of a wait; longer on a busy machine
 
 
 def slow(here: Here) -> tuple[bool, list[str]]:
