@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from tokenring.api.attention import attention, plan
     from tokenring.api.capture import CapturedAttention, capture
     from tokenring.api.context import ContextParallel
+    from tokenring.api.linear import column_linear, row_linear
     from tokenring.api.sharding import positions, shard, unshard
+    from tokenring.api.tensor_parallel import TensorParallel
     from tokenring.errors import (
         BackendUnavailable,
         ConfigurationError,
@@ -73,6 +75,7 @@ __all__ = [
     "Scheme",
     "Slices",
     "SlidingWindow",
+    "TensorParallel",
     "Tile",
     "TokenRingError",
     "TokenRingWarning",
@@ -83,8 +86,10 @@ __all__ = [
     "__version__",
     "attention",
     "capture",
+    "column_linear",
     "plan",
     "positions",
+    "row_linear",
     "schedule",
     "shard",
     "unshard",
@@ -97,7 +102,9 @@ _MODULES = {
     "api.attention": "attention plan",
     "api.capture": "CapturedAttention capture",
     "api.context": "ContextParallel",
+    "api.linear": "column_linear row_linear",
     "api.sharding": "positions shard unshard",
+    "api.tensor_parallel": "TensorParallel",
     "errors": "BackendUnavailable ConfigurationError PeerLost ScheduleError TokenRingError "
     "TokenRingWarning TopologyError UnsupportedError",
     "ir.schedule_data": "Block Move Tile",
