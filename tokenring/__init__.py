@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from tokenring.api.caching.kv_cache import KVCache
     from tokenring.api.capture import CapturedAttention, capture
     from tokenring.api.context import ContextParallel
+    from tokenring.api.linear import column_linear, row_linear
     from tokenring.api.sharding import positions, shard, unshard
+    from tokenring.api.tensor_parallel import TensorParallel
     from tokenring.errors import (
         BackendUnavailable,
         ConfigurationError,
@@ -76,6 +78,7 @@ __all__ = [
     "Scheme",
     "Slices",
     "SlidingWindow",
+    "TensorParallel",
     "Tile",
     "TokenRingError",
     "TokenRingWarning",
@@ -87,8 +90,10 @@ __all__ = [
     "attention",
     "cached_attention",
     "capture",
+    "column_linear",
     "plan",
     "positions",
+    "row_linear",
     "schedule",
     "shard",
     "unshard",
@@ -103,7 +108,9 @@ _MODULES = {
     "api.caching.kv_cache": "KVCache",
     "api.capture": "CapturedAttention capture",
     "api.context": "ContextParallel",
+    "api.linear": "column_linear row_linear",
     "api.sharding": "positions shard unshard",
+    "api.tensor_parallel": "TensorParallel",
     "errors": "BackendUnavailable ConfigurationError PeerLost ScheduleError TokenRingError "
     "TokenRingWarning TopologyError UnsupportedError",
     "ir.schedule_data": "Block Move Tile",

@@ -23,6 +23,7 @@ from tokenring.lowering.program import (
     Fill,
     Instruction,
     Merge,
+    Multiply,
     Pack,
     Program,
     Recv,
@@ -40,9 +41,6 @@ from tokenring.sequence.workload import Workload
 
 if TYPE_CHECKING:
     from tokenring.runtime.trace import Trace
-
-GRADIENTS: dict[str, tuple[str, ...]] = {"q_partial": ("dq",), "kv_partial": ("dk", "dv")}
-
 
 Made = tuple[torch.Tensor, ...]  # what a kernel returns
 Sink = Callable[[ActiveCall, Made], None]
@@ -140,6 +138,7 @@ class _Binder:
         self, views: Views, transport: Transport | None, kernel: AttentionKernel, scale: float, forward: bool
     ) -> None:
         self.views, self.transport, self.kernel, self.scale, self.forward = views, transport, kernel, scale, forward
+        self.operator = views.operator
         self.program, self.head_range = views.program, views.records.head_range
         self.adopted: set[int] = set()  # output slots that take over a kernel's result
         self.collectives = Collectives(self.views, transport)
@@ -157,6 +156,10 @@ class _Binder:
         match instruction:
             case Attend():
                 return self._attend(instruction)
+            case Multiply():
+                from tokenring.runtime.products import multiplying
+
+                return multiplying(instruction, self.operator, self.program, self.operand, self.accept)
             case Merge():
                 return self._merge(instruction)
             case Pack():
@@ -237,7 +240,7 @@ class _Binder:
 
     # ---------- tiles
 
-    def _operand(self, span: Span, name: str, kind: Kind) -> Callable[[ActiveCall], torch.Tensor]:
+    def operand(self, span: Span, name: str, kind: Kind) -> Callable[[ActiveCall], torch.Tensor]:
         """Return a getter of a kernel operand: [B, H, S, D], or [B, H, S] for a statistic."""
         if span.slot != OWN:
             return self._fixed(span, lambda kept: heads_first(self.views.field(span, name, kept)))
@@ -282,19 +285,19 @@ class _Binder:
         """Return the getter of a kernel's operands: the rows and columns from one call to another of the same tile."""
         q_span, kv_span = spanned(first.q, last.q), spanned(first.kv, last.kv)
         kept_q = spanned(first.kept_q, last.kept_q) if first.kept_q and last.kept_q else q_span
-        q = self._operand(kept_q, "q", "q")
-        k, v = self._operand(kv_span, "k", "kv"), self._operand(kv_span, "v", "kv")
+        q = self.operand(kept_q, "q", "q")
+        k, v = self.operand(kv_span, "k", "kv"), self.operand(kv_span, "v", "kv")
         if self.forward:
             return lambda call: ((q(call), k(call), v(call)), {})
-        dout, lse = self._operand(q_span, "dout", "q"), self._operand(q_span, "lse", "q")
-        delta = self._operand(q_span, "delta", "q")
+        dout, lse = self.operand(q_span, "dout", "q"), self.operand(q_span, "lse", "q")
+        delta = self.operand(q_span, "delta", "q")
 
         def by_delta(call: ActiveCall) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
             return (dout(call), q(call), k(call), v(call), lse(call), delta(call)), {}
 
         if q_span.slot != OWN:  # delta came with q
             return by_delta
-        out = self._operand(q_span, "out", "q")
+        out = self.operand(q_span, "out", "q")
 
         def by_out(call: ActiveCall) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
             if "dlse" in call.own:  # which delta holds, and out does not
@@ -314,7 +317,7 @@ class _Binder:
             accept_out = self._accept_out(result.into, result.first)
             accept: Accept = lambda call, news: accept_out(call, *news)  # noqa: E731
         else:
-            accept = self._accept_gradients(result.kind, result.into, result.first)
+            accept = self.accept(result.kind, result.into, result.first)
         if result.into.rows == whole:
             return lambda call, made: accept(call, [rows_first(each) for each in made[which]])
         return lambda call, made: accept(call, [rows_first(each[:, :, rows]) for each in made[which]])
@@ -335,7 +338,7 @@ class _Binder:
                 call.outputs[slot] = {"out": rows_first(made[0]), "lse": made[1].permute(2, 0, 1)}
 
             return take
-        names, which = GRADIENTS[result.kind], slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
+        names, which = self._names(result.kind), slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
 
         def take_gradients(call: ActiveCall, made: Made) -> None:
             call.outputs[slot] = {name: rows_first(each) for name, each in zip(names, made[which], strict=True)}
@@ -355,32 +358,36 @@ class _Binder:
         scratch = self.views.scratch(into.rows, high - low)
         return accepting(merger, out, lse, scratch, into.slot if whole else None)
 
-    def _accept_gradients(
-        self, kind: Kind, into: Span, first: bool
-    ) -> Callable[[ActiveCall, list[torch.Tensor]], None]:
-        targets = [self._field(into, name) for name in GRADIENTS[kind]]
+    def _names(self, kind: Kind) -> tuple[str, ...]:
+        """Return the fields of a result: tensors, then statistics."""
+        statistics, tensors = self.operator.carries[kind, self.program.direction]
+        return (*tensors, *statistics)
 
-        def accept(call: ActiveCall, news: list[torch.Tensor]) -> None:
+    def accept(self, kind: Kind, into: Span, first: bool) -> Accept:
+        """Return a function that adds results [rows, B, heads, D] to those that there are; the first is copied."""
+        targets = [self._field(into, name) for name in self._names(kind)]
+
+        def add(call: ActiveCall, news: list[torch.Tensor]) -> None:
             for target, new in zip(targets, news, strict=True):
                 if first:
                     target(call).copy_(new)
                 else:
                     target(call).add_(new)
 
-        return accept
+        return add
 
     def _merge(self, merge: Merge) -> Step:
-        if self.forward:
+        if self.forward and self.operator.merge == "log-sum-exp":
             accept = self._accept_out(merge.into, merge.first)
             out, lse = self._field(merge.source, "out"), self._field(merge.source, "lse")
             return lambda call: accept(call, out(call), lse(call))
-        accept_gradients = self._accept_gradients(merge.kind, merge.into, merge.first)
-        sources = [self._field(merge.source, name) for name in GRADIENTS[merge.kind]]
-        return lambda call: accept_gradients(call, [source(call) for source in sources])
+        add = self.accept(merge.kind, merge.into, merge.first)
+        sources = [self._field(merge.source, name) for name in self._names(merge.kind)]
+        return lambda call: add(call, [source(call) for source in sources])
 
     def _fill(self, fill: Fill) -> Step:
-        names = ("out", "lse") if self.forward else GRADIENTS[fill.kind]
-        targets = [(self._field(fill.into, name), float("-inf") if name == "lse" else 0.0) for name in names]
+        empty = ((name, float("-inf") if name == "lse" else 0.0) for name in self._names(fill.kind))
+        targets = [(self._field(fill.into, name), value) for name, value in empty]
 
         def clear(call: ActiveCall) -> None:
             for target, value in targets:

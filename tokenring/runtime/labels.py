@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tokenring.ir.schedule_data import ScheduleData
 from tokenring.ir.text import tile_text
 from tokenring.lowering.calls import Supports, calls
-from tokenring.lowering.program import Attend, Fill, Instruction, Program, Recv, Send, Wait
+from tokenring.lowering.program import Attend, Fill, Instruction, Multiply, Program, Recv, Send, Wait
 from tokenring.lowering.storage import storage_of
 from tokenring.runtime.trace import Agree
 
@@ -25,6 +25,9 @@ class Names:
                 return "agree"
             case Attend():
                 return f"attend {tile}".rstrip()
+            case Multiply():
+                rows, columns = instruction.corner
+                return f"multiply {rows}:{rows + instruction.q.rows} × {columns}:{columns + instruction.kv.rows}"
             case Send():
                 return f"send {blocks(instruction)} to {instruction.dst}"
             case Recv():

@@ -67,7 +67,7 @@ class Views:
     """Typed views of the slots of one program on a pool (or on kept tensors)."""
 
     def __init__(self, schedule: ScheduleData, workload: Workload, program: Program, pool: Pool) -> None:
-        self.program, self.pool, self.workload = program, pool, workload
+        self.program, self.pool, self.workload, self.operator = program, pool, workload, schedule.operator
         self.records = Records(schedule, workload, program.direction)
         self.forward_records = Records(schedule, workload, "forward")
         self.nbytes = slot_bytes(schedule, workload, program)

@@ -18,7 +18,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from tokenring.backends.devices import DeviceRuntime
-from tokenring.lowering.program import OWN, Attend, Fill, Instruction, Merge, Pack, Recv, Send, Span, Wait
+from tokenring.lowering.program import (
+    NOTHING,
+    OWN,
+    Attend,
+    Fill,
+    Instruction,
+    Merge,
+    Multiply,
+    Pack,
+    Recv,
+    Send,
+    Span,
+    Wait,
+)
 
 START = -1  # before the first instruction: what earlier calls did with the pool
 C = TypeVar("C")
@@ -114,11 +127,14 @@ def _touches(instruction: Instruction, posts: dict[int, Send | Recv]) -> list[tu
             read = (instruction.q, instruction.kv, instruction.kept_q)
             found = [(span, False) for span in read if span is not None]
             found += [(result.into, True) for result in instruction.results]
+        case Multiply():
+            found = [(instruction.q, False), (instruction.kv, False)]
+            found += [(result.into, True) for result in instruction.results]
         case Wait(message):  # until then, the message may be reading or writing
             found = [(posts[message].span, isinstance(posts[message], Recv))]
         case _:
             found = []
-    return [(span, writes) for span, writes in found if span.slot != OWN]
+    return [(span, writes) for span, writes in found if span.slot not in (OWN, NOTHING)]
 
 
 def _overlap(one: Span, other: Span) -> bool:

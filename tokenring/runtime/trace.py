@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from tokenring.ir.schedule_data import Pass
-from tokenring.lowering.program import Attend, Instruction, Wait
+from tokenring.lowering.program import Attend, Instruction, Multiply, Wait
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Trace:
 
     def split_seconds(self) -> dict[str, float]:
         """Return the seconds in kernels, in waits for messages or other ranks (exposed), and in everything else."""
-        compute = sum(event.seconds for event in self.events if isinstance(event.instruction, Attend))
+        compute = sum(event.seconds for event in self.events if isinstance(event.instruction, Attend | Multiply))
         exposed = sum(event.seconds for event in self.events if isinstance(event.instruction, (Wait, Agree)))
         total = sum(event.seconds for event in self.events)
         return {"compute": compute, "exposed": exposed, "rest": total - compute - exposed}

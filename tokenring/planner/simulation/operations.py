@@ -12,6 +12,7 @@ from tokenring.lowering.program import (
     Collective,
     Fill,
     Merge,
+    Multiply,
     Pack,
     Program,
     Recv,
@@ -96,6 +97,7 @@ class Costs:
         self.schedule, self.workload, self.direction, self.rates = schedule, workload, direction, rates
         self.records = Records(schedule, workload, direction)
         self.heads = workload.q_heads // schedule.head_groups
+        self.merges_by_lse = schedule.operator.merge == "log-sum-exp"
         self._of_patch: dict[Patch, float] = {}
 
     @cached_property
@@ -193,7 +195,7 @@ class _Maker:
 
     def _of(self, instruction: object, step: int) -> list[Operation]:
         match instruction:
-            case Attend():
+            case Attend() | Multiply():
                 return self._attend(instruction)
             case Recv(message) | Send(message) if message in self.bundle_of:
                 return self._post_bundled(instruction, step)
@@ -232,7 +234,7 @@ class _Maker:
         received = bundle.ranks[1] == self.program.rank
         return [*made, self._copy(2 * self.bundled[bundle], step, "bundle")] if received else made
 
-    def _attend(self, attend: Attend) -> list[Operation]:
+    def _attend(self, attend: Attend | Multiply) -> list[Operation]:
         patch = attend.patch
         seconds = self.costs.kernel_seconds(patch)
         label = f"{patch.rows} × {patch.cols}"
@@ -243,9 +245,9 @@ class _Maker:
 
     def _merges(self, first: bool) -> int:
         """Return 1 if results are merged by log-sum-exp, 0 where gradients are added or the first one is copied."""
-        return int(not first and self.costs.direction == "forward")
+        return int(not first and self.costs.direction == "forward" and self.costs.merges_by_lse)
 
-    def _result_bytes(self, attend: Attend, result: Result) -> int:
+    def _result_bytes(self, attend: Attend | Multiply, result: Result) -> int:
         """Return the bytes that a result touches; 0 where the caller gets the kernel's own result."""
         slot = self.program.slots[result.into.slot]
         whole = (attend.q if result.kind == "q_partial" else attend.kv).rows
