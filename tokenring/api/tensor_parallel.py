@@ -10,10 +10,7 @@ import torch
 from tokenring.api.context import TIMEOUT_SECONDS, ContextParallel
 from tokenring.api.standing import Standing
 from tokenring.errors import ConfigurationError
-from tokenring.ir.operators import OPERATORS
 from tokenring.ir.schedule_data import Pass
-from tokenring.lowering.pair_box import PairBox, pair_box
-from tokenring.proof.paired import check_paired
 from tokenring.runtime.agreement import Description, agree, beginning, refusing
 from tokenring.runtime.call import ActiveCall
 from tokenring.schedule.names import make_schedule
@@ -26,6 +23,7 @@ from tokenring.weak_method import weakly
 if TYPE_CHECKING:
     from tokenring.backends.interfaces import AttentionKernel, Transport
     from tokenring.launch.groups import Group
+    from tokenring.lowering.pair_box import PairBox
     from tokenring.planner.interconnects.interconnect import Interconnect
     from tokenring.runtime.executor import Executor
 
@@ -132,6 +130,8 @@ class TensorParallel(Standing):
 
     def box(self, request: LinearRequest) -> PairBox:
         """Return the rows and columns that this rank computes."""
+        from tokenring.lowering.pair_box import pair_box  # whoever calls attention alone need not load it
+
         return pair_box(self.schedule_of(request), self.rank)
 
     def call(
@@ -190,6 +190,9 @@ class TensorParallel(Standing):
             return Executor(schedule, request.workload, program, pool, transport, kernel, 1.0)
 
     def _make_schedule(self, request: LinearRequest) -> Schedule:
+        from tokenring.ir.operators import OPERATORS
+        from tokenring.proof.paired import check_paired
+
         name = self.schedule
         if name == "auto":
             from tokenring.planner.choosing.linear import choose
