@@ -20,7 +20,7 @@ from tokenring.planner.interconnects.rank_order import context_parallel_group, h
 from tokenring.sequence.sizes import read_size
 from tokenring.sequence.workload import Workload
 
-OF_ONE_PLAN = ("sweep", "svg", "explain", "timeline", "picture", "save", "json", "layout", "schedules", "memory_limit")
+OF_ONE_PLAN = ("sweep", "svg", "explain", "timeline", "mask_svg", "save", "json", "layout", "schedules", "memory_limit")
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
