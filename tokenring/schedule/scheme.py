@@ -72,6 +72,11 @@ def build(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Sc
     return exact(made)
 
 
+def late_of(made: Schedule, name: str) -> Schedule:
+    """Return what `build` makes of a scheme that is late, from what it makes of it otherwise, of whole units alone."""
+    return order(keep_for_last(made)).replace(name=name)
+
+
 def dense(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
     """Return every tile and every move that the scheme would make if everything were visible."""
     world = q_layout.world_size
@@ -81,12 +86,13 @@ def dense(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Sc
     )  # fmt: skip
     q_routes = _routes(schedule, "q", scheme.gather_q)
     kv_routes = _routes(schedule, "kv", scheme.gather_kv)
-    tiles = _tiles(schedule, scheme, _units_due(schedule, "q", q_routes), _units_due(schedule, "kv", kv_routes))
+    q_units, kv_units = _units_due(schedule, "q", q_routes), _units_due(schedule, "kv", kv_routes)
+    tiles = _tiles(schedule, scheme, q_units, kv_units)
     if scheme.together:
-        tiles = _after_all(tiles)
+        tiles = _after_all(tiles, [*q_units.values(), *kv_units.values()])
     moves = [*_requests(q_routes), *_requests(kv_routes)]
-    moves += _partials(schedule, "q", tiles, scheme.return_q)
-    moves += _partials(schedule, "kv", tiles, scheme.return_kv)
+    moves += _partials(schedule, "q", q_units.values(), scheme.return_q)
+    moves += _partials(schedule, "kv", kv_units.values(), scheme.return_kv)
     return schedule.replace(tiles=tuple(tiles), moves=tuple(moves))
 
 
@@ -118,19 +124,13 @@ def _origin(schedule: Schedule, block: Block) -> Origin:
 class UnitsDue(NamedTuple):
     """Units of one owner, head group and piece, and in which step the last of them is at each rank (0: it is its own).
 
-    A rank that they never reach has no step.
+    A rank that they never reach has no step. made: ranks elsewhere that make partials for them, with the step of the
+    last tile of each; filled as tiles are placed.
     """
 
     blocks: tuple[Block, ...]
     steps: dict[int, int]
-
-
-class UnitsMade(NamedTuple):
-    """Units of one owner, and the ranks that make partials for them, with the step of the last tile of each."""
-
-    blocks: tuple[Block, ...]
-    owner: int
-    steps: dict[int, int]
+    made: dict[int, int]
 
 
 def _units_due(schedule: Schedule, kind: Kind, routes: Routes) -> dict[tuple[int, int, int], UnitsDue]:
@@ -145,7 +145,7 @@ def _units_due(schedule: Schedule, kind: Kind, routes: Routes) -> dict[tuple[int
                     for hop in routes[block]:
                         steps[hop.dst] = max(steps.get(hop.dst, 0), hop.arrival)
                 steps[owner] = 0
-                found[owner, heads, piece] = UnitsDue(blocks, steps)
+                found[owner, heads, piece] = UnitsDue(blocks, steps, {})
     return found
 
 
@@ -162,22 +162,30 @@ def _tiles(
     for (kv_owner, heads, kv_piece), units in kv_units.items():
         others[heads].append((kv_owner, kv_piece, units))
     tiles = []
-    for (q_owner, heads, q_piece), (q, q_due) in q_units.items():
-        for kv_owner, kv_piece, (kv, kv_due) in others[heads]:
+    for (q_owner, heads, q_piece), (q, q_due, q_made) in q_units.items():
+        for kv_owner, kv_piece, (kv, kv_due, kv_made) in others[heads]:
             pair = Pair(q_owner, kv_owner, heads, q_piece, kv_piece, world)
             rank = place(pair)
             step, kv_step = q_due.get(rank, 0), kv_due.get(rank, 0)
             if kv_step > step:
                 step = kv_step
-            tiles.append(Tile(when(pair, step) if when else step, rank, q, kv))
+            if when:
+                step = when(pair, step)
+            if rank != q_owner and q_made.get(rank, -1) < step:
+                q_made[rank] = step
+            if rank != kv_owner and kv_made.get(rank, -1) < step:
+                kv_made[rank] = step
+            tiles.append(Tile(step, rank, q, kv))
     return tiles
 
 
-def _after_all(tiles: list[Tile]) -> list[Tile]:
+def _after_all(tiles: list[Tile], units: list[UnitsDue]) -> list[Tile]:
     last: dict[int, int] = defaultdict(int)
     for tile in tiles:
         last[tile.rank] = max(last[tile.rank], tile.step)
-    return [tile._replace(step=last[tile.rank]) for tile in tiles]
+    for each in units:
+        each.made.update((rank, last[rank]) for rank in each.made)
+    return [Tile(last[rank], rank, q, kv) for _, rank, q, kv in tiles]
 
 
 def _requests(routes: Routes) -> Iterable[Move]:
@@ -186,23 +194,11 @@ def _requests(routes: Routes) -> Iterable[Move]:
             yield Move(step, block, src, dst, REQUESTS)
 
 
-def _partials(schedule: Schedule, kind: Kind, tiles: list[Tile], back: Return) -> Iterable[Move]:
+def _partials(schedule: Schedule, kind: Kind, units: Iterable[UnitsDue], back: Return) -> Iterable[Move]:
     """Yield the moves home of what tiles make for units of this kind that are owned elsewhere."""
-    makers: dict[int, UnitsMade] = {}  # of units of one owner, which all tiles have as one and the same object
-    of_q = kind == "q"
-    for step, rank, q, kv in tiles:
-        blocks = q if of_q else kv
-        made = makers.get(id(blocks))
-        if made is None:
-            made = makers[id(blocks)] = UnitsMade(blocks, schedule.owner(blocks[0]), {})
-        _, owner, steps = made
-        if owner != rank and steps.get(rank, -1) < step:
-            steps[rank] = step
     partial = PARTIAL_OF[kind]
-    for blocks, _, steps in makers.values():
-        if not steps:
-            continue
-        for block in blocks:
+    for blocks, _, made in units:
+        for block in blocks if made else ():
             _, chunk, heads, piece, _ = block
-            for step, src, dst, _, add in back(_origin(schedule, block), steps):
+            for step, src, dst, _, add in back(_origin(schedule, block), made):
                 yield Move(step, Block(partial, chunk, heads, piece, src), src, dst, PARTIALS, add)

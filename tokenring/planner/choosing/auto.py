@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 
 from tokenring.display.units import mb_text
 from tokenring.errors import ConfigurationError, MemoryLimitError
@@ -32,6 +33,7 @@ from tokenring.planner.simulation.predict import Setting
 from tokenring.schedule.families.registry import FAMILIES, expand, is_known, parse
 from tokenring.schedule.names import CUT_BY_DEFAULT, named_schedule
 from tokenring.schedule.schedule import Schedule
+from tokenring.schedule.scheme import WHOLE_UNITS, late_of
 from tokenring.schedule.size_limits import MADE_RANKS
 from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask import Mask
@@ -42,6 +44,8 @@ IN_A_JOB = "use smaller groups, or name a schedule if that is worth it (`tokenri
 REFINED = 4  # schedules of the first round to try in pieces: the fastest, and as many that need least if all hid
 MANY_RANKS, MANY_REFINED = 16, 2  # above so many ranks the fastest alone, and fewer: each takes seconds
 PIECES = (2, 4)
+LATE = "/late"
+NOTHING_MADE: Mapping[str, Schedule] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,8 @@ def _plan(call: CallToPlan) -> Plan:
     _check_simulated(setting.interconnect)
     _check_one_row(call)
     first = _first_round(call)
-    both = judge(_choices(call, _finer(_worth_refining(call, first))), setting, limit, call.everything, first)
+    whole = {each.name: each.schedule for each in first.judged}
+    both = judge(_choices(call, _finer(_worth_refining(call, first)), whole), setting, limit, call.everything, first)
     return decide(both, setting, call_bound(call), limit)
 
 
@@ -245,13 +250,22 @@ def first_names(call: CallToPlan) -> list[str]:
     return [each for name in names for each in ([name, f"{name}/pieces1"] if name in CUT_BY_DEFAULT else [name])]
 
 
-def _choices(call: CallToPlan, names: Iterable[str]) -> list[Selection]:
+def _choices(
+    call: CallToPlan, names: Iterable[str], whole: Mapping[str, Schedule] = NOTHING_MADE
+) -> list[Selection]:
+    """Return what may be chosen; whole: schedules that were made, out of which some others can be."""
     order = order_of(call.setting.interconnect)
 
     def looked_at() -> None:
         call.progress.looked_at += 1
 
-    choices = [Selection(name, partial(make_in_order, call, name, order), looked_at) for name in names]
+    def made(name: str) -> Schedule:
+        base = whole.get(name.removesuffix(LATE))  # not of those in whose names no pieces means some
+        if name.endswith(LATE) and base is not None and base.name not in CUT_BY_DEFAULT and call.mask in WHOLE_UNITS:
+            return late_of(base, name)
+        return make_in_order(call, name, order)
+
+    choices = [Selection(name, partial(made, name), looked_at) for name in names]
     call.progress.known += len(choices)
     return choices
 
@@ -273,7 +287,7 @@ def _may_gain(each: Judged, best_seconds: float) -> bool:
 
 def _finer(names: Sequence[str]) -> list[str]:
     """Return the names of the same schedules in pieces, and with part of the local tile last."""
-    options = ("/late", *(f"/pieces{n}" for n in PIECES))
+    options = (LATE, *(f"/pieces{n}" for n in PIECES))
     return [f"{name}{option}" for name in names for option in options]
 
 

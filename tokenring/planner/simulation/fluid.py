@@ -83,21 +83,30 @@ class Shares:
     def _fill(self, waiting: set[int], wires: Iterable[int], rates: dict[int, float]) -> None:
         """Divide the wires by progressive filling (Bertsekas and Gallager, Data Networks, §6.5.2)."""
         routes, takers, over = self._routes, self._takers, self._over
-        left = {wire: self._widths[wire] for wire in wires}
-        count = {wire: number for wire in wires if (number := self._load[wire])}
+        left, count, shares = {}, {}, {}  # of wires: what is not given yet, to whom it may go, and what each would get
+        for wire in wires:
+            if number := self._load[wire]:
+                left[wire], count[wire] = self._widths[wire], number
+                shares[wire] = left[wire] / number
         while waiting:
-            shares = {wire: left[wire] / number for wire, number in count.items()}
             share = min(shares.values(), default=math.inf)
-            most = share * TIE
-            full = set().union(*[over[wire] for wire, gets in shares.items() if gets <= most]) & waiting
             if share >= self._cap:
-                share, full = self._cap, waiting
+                rates.update(dict.fromkeys(waiting, self._cap))
+                return
+            most = share * TIE
+            full = waiting.intersection(set().union(*[over[wire] for wire, gets in shares.items() if gets <= most]))
+            touched = set[int]()
             for route in full:
                 rates[route] = share
-                number = takers[route]
-                for wire in routes[route]:
-                    left[wire] -= share * number
+                number, wires = takers[route], routes[route]
+                given = share * number
+                for wire in wires:
+                    left[wire] -= given
                     count[wire] -= number
-                    if not count[wire]:
-                        del count[wire]
+                touched.update(wires)
+            for wire in touched:
+                if number := count[wire]:
+                    shares[wire] = left[wire] / number
+                else:
+                    del shares[wire]
             waiting = waiting - full
