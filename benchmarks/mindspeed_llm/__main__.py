@@ -1,7 +1,7 @@
 """MindSpeed-LLM's launch scripts with context parallelism, on emulated NPUs with tokenring's attention.
 
     MINDSPEED_LLM_SRC=.../MindSpeed-LLM MINDSPEED_SRC=.../MindSpeed MEGATRON_SRC=.../Megatron-LM \\
-        python benchmarks/mindspeed_llm [NAME ...] [--ranks 4] [--schedule auto]
+        python benchmarks/mindspeed_llm [NAME ...] [--ranks 4] [--schedule auto] [--also "FLAG VALUE"]
 
 Each script is run with launchers that note its flags. Sizes are shrunk, and flags dropped that have nothing to do with
 attention (scripts.py). Then, in processes of their own, MindSpeed-LLM's real adaptor, parser, model and cut of batches
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -36,6 +37,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="parts of names of scripts (default: all)")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--schedule", default="auto")
+    parser.add_argument("--also", default="", help="flags behind those of the scripts, as another algorithm")
     parser.add_argument("--verbose", action="store_true", help="whole errors")
     asked = parser.parse_args()
     if missing := [name for name in SOURCES if not os.environ.get(name)]:
@@ -45,8 +47,9 @@ def main() -> int:
     wrong = ran = 0
     found = [path for path in scripts(llm) if not asked.names or any(name in path.name for name in asked.names)]
     for path in found:
-        flags = flags_of(path)
-        algorithm = flags[flags.index("--context-parallel-algo") + 1] if "--context-parallel-algo" in flags else ""
+        flags = [*flags_of(path), *asked.also.split()]
+        named = [value for flag, value in pairwise(flags) if flag == "--context-parallel-algo"]
+        algorithm = named[-1] if named else "megatron_cp_algo"
         packed = ", packed" if "--reset-attention-mask" in flags else ""
         error, text = of_script(flags, asked.ranks, asked.schedule, asked.verbose)
         ran += error is not None

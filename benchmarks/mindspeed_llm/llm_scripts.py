@@ -96,6 +96,8 @@ def shrunk(flags: list[str], ranks: int) -> list[str]:
     added = [*ADDED]
     if "--tokenizer-type" not in found:
         added += ["--tokenizer-type", "NullTokenizer"]
+    if "--transformer-impl" not in found:  # which the adaptor reads
+        added += ["--transformer-impl", "local"]
     if "--vocab-size" not in found:
         added += ["--vocab-size", "64"]
     return [*found, *added]
