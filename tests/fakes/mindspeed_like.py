@@ -53,18 +53,22 @@ class Patches:
 
     def __init__(self) -> None:
         self.recorded: dict[str, Any] = {}
+        self.wrappers: dict[str, Callable[[Any], Any]] = {}
 
     def register_patch(self, name: str, new: Any, force_patch: bool = False, create_dummy: bool = False) -> None:
         if new.__name__.endswith(("wrapper", "decorator")):
-            raise AssertionError(f"{new.__name__} would be taken for a decorator by its name")
+            self.wrappers[name] = new
+            return
         if name in self.recorded and not force_patch:
             raise RuntimeError(f"the patch of {name} exist !")
         self.recorded[name] = new
 
     def apply(self) -> None:
-        for target, new in self.recorded.items():
+        for target in {**self.recorded, **self.wrappers}:
             module, _, name = target.rpartition(".")
             old = getattr(sys.modules[module], name)
+            new = self.recorded.get(target, old)
+            new = self.wrappers[target](new) if target in self.wrappers else new
             for each in list(sys.modules.values()):
                 if vars(each).get(name) is old:
                     setattr(each, name, new)

@@ -43,7 +43,7 @@ class _Mock(ModuleType):
         return made
 
 
-class _Finder(MetaPathFinder, Loader):
+class Finder(MetaPathFinder, Loader):
     """Finds any module of these packages."""
 
     def __init__(self, *packages: str) -> None:
@@ -75,8 +75,8 @@ class _Finder(MetaPathFinder, Loader):
 def install(here: Here) -> None:
     """In a rank with emulated NPUs (ascend.ranks): a torch_npu to import, the operators of a wheel, and HCCL."""
     if "torch_npu" not in here.memory:
-        sys.meta_path.insert(0, _Finder(*OF_NPUS))
-        sys.meta_path.append(_Finder(*WHERE_MISSING))
+        sys.meta_path.insert(0, Finder(*OF_NPUS))
+        sys.meta_path.append(Finder(*WHERE_MISSING))
         operators.register(WHEEL)
         hccl.install()
         # Each rank sees one NPU, as under ASCEND_RT_VISIBLE_DEVICES: some gradients make helpers on the first one.

@@ -140,13 +140,22 @@ def test_layer_is_as_without_context_parallelism(ranks: RankPools, algorithm: st
         assert max(found.values()) <= layer.LIMIT, found
 
 
+class MmUlysses(OwnUlysses):
+    """As the class by which MindSpeed-MM replaces MindSpeed's."""
+
+
 def around(here: Here) -> list[str]:
     """What MindSpeed's exchange of heads makes of our attention, and of its own."""
     with like_mindspeed() as mindspeed:
         core = ready(mindspeed, "--context-parallel-algo", "ulysses_cp_algo", context_parallel_algo="ulysses_cp_algo")
         kind: Any = sys.modules[ULYSSES].UlyssesContextAttention
         assert kind(core, None) is core and core._own == ()
+        mindspeed.patches.register_patch(f"{ULYSSES}.UlyssesContextAttention", MmUlysses)
+        mindspeed.patches.apply()  # as MindSpeed-MM, later
+        kind = sys.modules[ULYSSES].UlyssesContextAttention
+        assert kind(core, None) is core
         other = kind(OwnAttention(), None)
+        assert isinstance(other, MmUlysses)
         assert isinstance(other, OwnUlysses) and isinstance(other, kind)
         return [type(kind(core, None)).__name__, type(other.local_attn).__name__]
 

@@ -16,7 +16,15 @@ from tokenring.integrations.megatron.worth import saves_too_little
 from tokenring.integrations.mindspeed.flags import is_auto
 from tokenring.integrations.mindspeed_cuts.documents import batched, ends_of_whole, mask_of_documents, packing_of_ends
 from tokenring.integrations.mindspeed_cuts.general import LastMask
-from tokenring.integrations.mindspeed_cuts.layouts import cuts_documents, is_general, keeps_own, layout_of
+from tokenring.integrations.mindspeed_cuts.layouts import (
+    ULYSSES,
+    algorithm,
+    cuts_documents,
+    is_general,
+    is_packed,
+    keeps_own,
+    layout_of,
+)
 from tokenring.integrations.mindspeed_llm import Parts, as_subclasses_expect, whole
 from tokenring.sequence.mask import Mask
 from tokenring.sequence.workload import Request
@@ -68,6 +76,9 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
             check_call(attention_bias, {name: value for name, value in more.items() if value is not False})
             q, k = whole(query), whole(key)
             mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+            is_pack = is_packed(self.config) or algorithm(self.config) == ULYSSES
+            if packed_seq_params is not None and not is_pack:  # as Megatron's, and from 0 on
+                return super().forward(q, k, value, attention_mask, attn_mask_type, None, packed_seq_params)
             if packed_seq_params is not None:
                 mask = mask_of_call(mask_type, attention_mask, True, self.window)
                 return self._pack(packed_seq_params, mask, q, k, value)
@@ -89,7 +100,8 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
         def _pack(self, params: Any, mask: Mask, *qkv: torch.Tensor) -> torch.Tensor:
             """Compute packed documents: out [t, np, hn], or [s, b, np · hn] where q has a dim for b."""
             of, is_batch = self._contexts, qkv[0].dim() == 4
-            batch = qkv[0].shape[1] if is_batch else int(getattr(self.config, "micro_batch_size", 1))
+            together = int(getattr(self.config, "micro_batch_size", 1)) if is_packed(self.config) else 1
+            batch = qkv[0].shape[1] if is_batch else together
             if cuts_documents(self.config):
                 q, k, v = (x.transpose(0, 1).flatten(0, 1) if is_batch else x for x in qkv)
                 packing = of.packings.of(params, of.rank, of.ranks, q.shape[0], packing_of_ends)

@@ -106,11 +106,14 @@ def replace_attention(patch_manager: Any, schedule: str, options: dict[str, Any]
         # MindSpeed-LLM's of kvallgather_cp_algo, which would now be ours.
         getattr(patch_manager, "patches_info", {}).pop(f"{target}.forward", None)
     if is_whole:
-        patch_manager.register_patch(ULYSSES, _beside(registered(patch_manager, ULYSSES) or _found(ULYSSES)), True)
+        patch_manager.register_patch(ULYSSES, around_others_wrapper)
 
 
-def _beside(own: Any) -> Any:
-    """Return the class that exchanges heads around an attention, which leaves ours as it is: ours does that itself."""
+def around_others_wrapper(own: Any) -> Any:
+    """Return the class that exchanges heads around an attention, which leaves ours as it is: ours does that itself.
+
+    Named as MindSpeed's patches tell wrappers: they stay around classes that are patched later, as MindSpeed-MM's.
+    """
     from tokenring.integrations.megatron import TokenRingAttention
 
     class UlyssesOfOthers(own):  # type: ignore[misc]
