@@ -14,7 +14,8 @@ from patience import patient
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 MEGATRON = FOLDER / "megatron_gpt.py"
-EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {MEGATRON, FOLDER / "reference_executor.py"})  # that one is no program
+ELSEWHERE = {FOLDER / "reference_executor.py", FOLDER / "huggingface_trainer.py"}  # no program; wants transformers
+EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {MEGATRON, *ELSEWHERE})
 
 
 def output_of(warm: str, example: Path, ranks: int, *arguments: str, **more: str) -> str:

@@ -90,6 +90,10 @@ def _run(argv: list[str], stdin: TextIO) -> int:
         from tokenring.cli.plan.command import main as plan_main
 
         return plan_main(argv[1:])
+    if argv[:1] == ["advise"]:
+        from tokenring.cli.advise.command import main as advise_main
+
+        return advise_main(argv[1:])
     if argv[:1] == ["rates"]:
         from tokenring.cli.rates.command import main as rates_main
 
@@ -125,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("bench", help="schedules and other libraries against each other", add_help=False)
     commands.add_parser("trace", help="what every rank does when, as a table and as pictures", add_help=False)
     commands.add_parser("plan", help="which schedule is fastest on which machine, and why", add_help=False)
+    commands.add_parser("advise", help="which flags to give Megatron-core or diffusers, and why", add_help=False)
     commands.add_parser("rates", help="measure this machine's attention kernel, or its transports", add_help=False)
     commands.add_parser("doctor", help="what is installed, what would be used, what is missing", add_help=False)
     commands.add_parser("topology", help="what links the accelerators, here or in a dump", add_help=False)

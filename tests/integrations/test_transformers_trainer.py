@@ -1,0 +1,87 @@
+"""transformers' Trainer over ranks: losses of one process; what it refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_families import make_batch, make_model, need
+from patience import patient
+
+import tokenring as tr
+from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.integrations.transformers.trainer import RankGrid, TokenRingTrainerMixin
+
+need()
+pytest.importorskip("accelerate", reason="accelerate is not installed: the Trainer wants it")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import Trainer, TrainingArguments
+pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.filterwarnings("ignore")]
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "huggingface_trainer.py"
+FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
+
+
+def losses(model: str, ranks: int, cp: int) -> list[float]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*(launch if ranks > 1 else [sys.executable]), str(EXAMPLE), "--model", model, "--cp", str(cp)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(100), env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = re.search(r"^losses: (.*)$", done.stdout, re.MULTILINE)
+    assert said is not None
+    return [float(each) for each in said[1].split()]
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma2", "gpt_oss"] if FULL_GRID else ["gemma2"])
+def test_twenty_steps(model: str) -> None:
+    alone = losses(model, 1, 1)
+    assert len(alone) == 20 and alone[-1] < alone[0] - 0.1
+    for ranks, cp in ((2, 2), (4, 2)) if FULL_GRID else ((2, 2),):
+        for found, wanted in zip(losses(model, ranks, cp), alone, strict=True):
+            assert abs(found - wanted) <= 1e-6 * max(1.0, wanted)
+
+
+class Ours(TokenRingTrainerMixin, Trainer):  # type: ignore[misc]
+    pass
+
+
+def trainer(folder: Path, arguments: dict[str, Any], **more: Any) -> Any:
+    args = TrainingArguments(str(folder), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=1, **arguments)
+    rows = [{name: x[0] for name, x in make_batch("dense", seed=seed).items()} for seed in range(4)]
+    return Ours(
+        make_model("llama"), args, train_dataset=rows, eval_dataset=rows, tokenring=tr.ContextParallel("self"), **more
+    )
+
+
+def test_evaluation_and_what_is_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path, {"prediction_loss_only": True, "save_strategy": "no"})
+    assert made.get_cp_size() == 1 and made.model.config._attn_implementation == "tokenring_training"
+    assert made.evaluate()["eval_loss"] > 0
+    for arguments, more, text in (
+        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor"),
+        ({"average_tokens_across_devices": False}, {}, "average_tokens_across_devices"),
+    ):
+        with pytest.raises(UnsupportedError, match=text):
+            trainer(tmp_path, arguments, **more)
+    with pytest.raises(UnsupportedError, match="compute_loss_func"):
+        trainer(tmp_path, {"save_strategy": "no"}, compute_loss_func=lambda *_, **__: None).train()
+    with pytest.raises(UnsupportedError, match="evaluation by logits"):
+        made.args.prediction_loss_only = False
+        made.predict(made.train_dataset)
+    nothing: Any = None
+    with pytest.raises(ConfigurationError, match="cp is of type NoneType"):
+        Ours(make_model("llama"), tokenring=nothing)
+
+
+def test_sizes_of_a_mesh() -> None:
+    grid = RankGrid({"dp_replicate": 3, "cp": 2})
+    assert grid.mesh_dim_names == ("dp_replicate", "cp") and (grid["cp"].size(), grid.size()) == (2, 6)
+    assert torch.tensor(grid["dp_replicate"].size()) == 3

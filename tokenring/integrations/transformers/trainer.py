@@ -1,0 +1,168 @@
+"""transformers' Trainer, with the sequences of each batch split over the ranks of a ContextParallel.
+
+    class LongTrainer(TokenRingTrainerMixin, Trainer):      # or trl's SFTTrainer, packed too
+        pass
+
+    arguments = TrainingArguments(...)                      # joins the processes
+    trainer = LongTrainer(model, arguments, ..., tokenring=tr.ContextParallel(mesh["cp"], layout="auto"))
+    trainer.train()
+
+Nothing of accelerate's own context parallelism is used. Importing this imports no transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from tokenring.api.context import ContextParallel
+from tokenring.api.inputs import check_context
+from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.integrations.transformers.batches import cut_batch
+from tokenring.integrations.transformers.refusals import check_keywords
+from tokenring.integrations.transformers.training import HELD, use_tokenring
+
+
+class RankGrid:
+    """Sizes of a mesh's dimensions, which is all of a DeviceMesh that accelerate's data loader asks for."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self._sizes = sizes
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """Names of dimensions, as accelerate has them."""
+        return tuple(self._sizes)
+
+    def __getitem__(self, name: str) -> RankGrid:
+        return RankGrid({name: self._sizes[name]})
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return math.prod(self._sizes.values())
+
+
+class TokenRingTrainerMixin:
+    """A Trainer whose ranks of one ContextParallel get the same batches, and compute a part of each.
+
+    tokenring: the ContextParallel, of neighbouring ranks of the world; all others are data-parallel groups like it.
+    any_model, any_version: as of `use_tokenring`, which is called with the trainer's model. All else is the Trainer's.
+    DDP or FSDP must join the gradients of all ranks, as the Trainer does by itself.
+
+    Raises UnsupportedError for label smoothing, own loss functions, accelerate's own context parallelism, and
+    evaluation that wants logits; ConfigurationError for ranks that are no neighbours.
+    """
+
+    accelerator: Any
+    args: Any
+    model: Any
+
+    def __init__(
+        self, *given: Any, tokenring: ContextParallel, any_model: bool = False, any_version: bool = False, **more: Any
+    ) -> None:
+        check_context(tokenring)
+        self.tokenring = tokenring
+        super().__init__(*given, **more)
+        _check_arguments(self)
+        changed = _transformers_model(self.model)
+        use_tokenring(changed, tokenring, gradients="mean", any_model=any_model, any_version=any_version)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Let the data loaders give the same batches to the ranks that share a sequence."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        used = getattr(self.accelerator, "parallelism_config", None)
+        if used is not None and used.non_data_parallel_size > 1:
+            raise UnsupportedError(
+                "accelerate's parallelism_config with tp, cp or sp beside tokenring is not supported: leave it out; "
+                "tokenring's ContextParallel says which ranks share a sequence"
+            )
+        mesh = _mesh_of(self.tokenring)
+        if mesh is not None:
+            self.accelerator._prepare_device_mesh = lambda: mesh
+
+    def get_cp_size(self) -> int:
+        """Return how many ranks share a sequence."""
+        return self.tokenring.world_size
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Callable[..., Any], Any]:
+        config = _transformers_model(self.model).config
+        check_keywords(config, inputs)
+        return nullcontext, cut_batch(inputs, self.tokenring, config)
+
+    def compute_loss(self, model: Any, inputs: Any, *given: Any, **more: Any) -> Any:
+        """Return this rank's share of the loss, such that its mean over all ranks is the loss."""
+        if getattr(self, "compute_loss_func", None) is not None:
+            raise UnsupportedError("compute_loss_func is not supported by tokenring: it gets a part of the logits only")
+        found = super().compute_loss(model, inputs, *given, **more)  # type: ignore[misc]
+        items = given[1] if len(given) > 1 else more.get("num_items_in_batch")
+        if items is not None:
+            return found  # times the number of processes, by the Trainer
+        loss, *rest = found if isinstance(found, tuple) else (found,)
+        loss = loss * self.tokenring.world_size
+        return (loss, *rest) if isinstance(found, tuple) else loss
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *given: Any, **more: Any
+    ) -> Any:
+        """Return the loss of a batch, the same on all ranks that share it. Raises UnsupportedError for logits."""
+        if not prediction_loss_only or inputs.get("labels") is None:
+            raise UnsupportedError(
+                "evaluation by logits, or without labels, is not supported by tokenring: each rank has the logits of "
+                "its own tokens; set prediction_loss_only=True and no compute_metrics"
+            )
+        loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, *given, **more)  # type: ignore[misc]
+        if self.tokenring.world_size > 1:
+            dist.all_reduce(loss, group=self.tokenring.group)
+            loss = loss / self.tokenring.world_size
+        return (loss, *rest)
+
+
+def _check_arguments(trainer: Any) -> None:
+    args = trainer.args
+    if getattr(args, "label_smoothing_factor", 0.0):
+        raise UnsupportedError("label_smoothing_factor is not supported by tokenring: set it to 0.0")
+    if trainer.tokenring.world_size > 1 and _is_dispatched(trainer):
+        raise UnsupportedError(
+            "batches that rank 0 dispatches are not supported by tokenring: say accelerator_config="
+            "{'dispatch_batches': False}, so that each rank reads the dataset itself"
+        )
+    if not getattr(args, "average_tokens_across_devices", True):
+        raise UnsupportedError(
+            "average_tokens_across_devices=False is not supported by tokenring: ranks hold different numbers of labels "
+            "of one batch; leave it True"
+        )
+
+
+def _is_dispatched(trainer: Any) -> bool:
+    """Tell whether accelerate lets rank 0 read the dataset for all: by default, where the dataset is iterable."""
+    said = trainer.args.accelerator_config.dispatch_batches
+    sets = (getattr(trainer, name, None) for name in ("train_dataset", "eval_dataset"))
+    return bool(any(isinstance(each, IterableDataset) for each in sets) if said is None else said)
+
+
+def _mesh_of(cp: ContextParallel) -> RankGrid | None:
+    """Return the mesh of all ranks whose last dimension is that of cp; None for one rank. Raises ConfigurationError."""
+    if cp.world_size == 1:
+        return None
+    world, size = dist.get_world_size(), cp.world_size
+    held = dist.get_process_group_ranks(cp.group)
+    first = dist.get_rank() // size * size
+    if world % size or held != list(range(first, first + size)):
+        raise ConfigurationError(
+            f"tokenring's ranks are {held} of {world}: the Trainer wants neighbours, as the last dimension of "
+            f"init_device_mesh(device, ({max(1, world // size)}, {size}))"
+        )
+    return RankGrid({"dp_replicate": world // size, "cp": size})
+
+
+def _transformers_model(model: Any) -> Any:
+    """Return the model of transformers in one that may be wrapped, as by PEFT; the given one where there is none."""
+    for each in model.modules():
+        if hasattr(each, HELD) or (hasattr(each, "set_attn_implementation") and hasattr(each, "config")):
+            return each
+    return model
