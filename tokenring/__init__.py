@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tokenring._version import __version__
     from tokenring.api.attention import attention, plan
     from tokenring.api.capture import CapturedAttention, capture
+    from tokenring.api.collectives import all_gather, all_reduce, reduce_scatter
     from tokenring.api.context import ContextParallel
     from tokenring.api.linear import column_linear, row_linear
     from tokenring.api.sharding import positions, shard, unshard
@@ -84,11 +85,14 @@ __all__ = [
     "UnsupportedError",
     "Workload",
     "__version__",
+    "all_gather",
+    "all_reduce",
     "attention",
     "capture",
     "column_linear",
     "plan",
     "positions",
+    "reduce_scatter",
     "row_linear",
     "schedule",
     "shard",
@@ -101,6 +105,7 @@ _MODULES = {
     "_version": "__version__",
     "api.attention": "attention plan",
     "api.capture": "CapturedAttention capture",
+    "api.collectives": "all_gather all_reduce reduce_scatter",
     "api.context": "ContextParallel",
     "api.linear": "column_linear row_linear",
     "api.sharding": "positions shard unshard",
