@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tokenring.api.caching.cached_attention import cached_attention
     from tokenring.api.caching.kv_cache import KVCache
     from tokenring.api.capture import CapturedAttention, capture
+    from tokenring.api.collectives import all_gather, all_reduce, reduce_scatter
     from tokenring.api.context import ContextParallel
     from tokenring.api.linear import column_linear, row_linear
     from tokenring.api.sharding import positions, shard, unshard
@@ -87,12 +88,15 @@ __all__ = [
     "UnsupportedError",
     "Workload",
     "__version__",
+    "all_gather",
+    "all_reduce",
     "attention",
     "cached_attention",
     "capture",
     "column_linear",
     "plan",
     "positions",
+    "reduce_scatter",
     "row_linear",
     "schedule",
     "shard",
@@ -107,6 +111,7 @@ _MODULES = {
     "api.caching.cached_attention": "cached_attention",
     "api.caching.kv_cache": "KVCache",
     "api.capture": "CapturedAttention capture",
+    "api.collectives": "all_gather all_reduce reduce_scatter",
     "api.context": "ContextParallel",
     "api.linear": "column_linear row_linear",
     "api.sharding": "positions shard unshard",

@@ -74,7 +74,7 @@ class TensorParallel(Standing):
     Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds.
     """
 
-    _internal = frozenset(("bound", "box", "call", "schedule_of", "turn"))
+    _internal = frozenset(("bound", "box", "call", "pieces_of", "schedule_of", "turn"))
 
     def __init__(
         self,
@@ -127,6 +127,17 @@ class TensorParallel(Standing):
     def schedule_of(self, request: LinearRequest) -> Schedule:
         """Return the schedule of a request."""
         return self._schedules(request._replace(device=torch.device("cpu")))
+
+    def pieces_of(self, nbytes: int) -> int:
+        """Return in how many pieces a collective of so many bytes moves each rank's rows."""
+        from tokenring.schedule.families.registry import parse
+
+        name = self.schedule
+        if name == "auto":
+            from tokenring.planner.choosing.linear import collective
+
+            name = collective(nbytes, self.world_size, self.topology)
+        return parse(name).make(self.world_size).q_pieces
 
     def box(self, request: LinearRequest) -> PairBox:
         """Return the rows and columns that this rank computes."""
@@ -189,6 +200,16 @@ class TensorParallel(Standing):
         with torch.inference_mode(False):
             return Executor(schedule, request.workload, program, pool, transport, kernel, 1.0)
 
+    @staticmethod
+    def _check_rows_move(name: str) -> None:
+        from tokenring.schedule.families.registry import parse
+
+        if parse(name).family.moves != "Q":
+            raise ConfigurationError(
+                f"schedule {name!r} moves columns, and a collective's rows have to move: take one where weights stay, "
+                f"as 'direct-q' or 'tokenring'"
+            )
+
     def _make_schedule(self, request: LinearRequest) -> Schedule:
         from tokenring.ir.operators import OPERATORS
         from tokenring.proof.paired import check_paired
@@ -198,6 +219,8 @@ class TensorParallel(Standing):
             from tokenring.planner.choosing.linear import choose
 
             name = choose(request.operator, request.workload, self.world_size, self.stays, self.topology)
+        elif request.features == self.world_size and request.operator == "reduce":
+            self._check_rows_move(name)
         rows, columns = (
             make_layout("contiguous", self.world_size, size) for size in (request.tokens, request.features)
         )

@@ -1,15 +1,72 @@
-"""The choice of a schedule for a linear layer, or a collective."""
+"""The choice of a schedule for a linear layer, or a collective: the candidates' programs, simulated."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tokenring.errors import ConfigurationError
+from tokenring.ir.operators import OPERATORS
+from tokenring.ir.schedule_data import PASSES
+from tokenring.planner.interconnects.interconnect import full_mesh
+from tokenring.planner.simulation.predict import Setting, predict
+from tokenring.schedule.names import make_schedule
+from tokenring.sequence.layout import make_layout
+from tokenring.sequence.mask import Full
 from tokenring.sequence.workload import Workload
+from tokenring.tables.rates import Machine, Messages, constant
 
 if TYPE_CHECKING:
     from tokenring.planner.interconnects.interconnect import Interconnect
 
+# In order: of those that are as fast, the first is taken.
+CANDIDATES = {
+    "weights": ("direct-q", "direct-q/pieces2", "direct-q/pieces4", "tokenring"),
+    "tokens": ("direct-kv", "direct-kv/pieces2", "ring", "bidirectional"),
+}
+NOMINAL_GBS = 1.0  # of each link, where nothing is known of them
+NOMINAL_TFLOPS = 0.2  # of a processor with such links; tiles are timed as attention's, of twice a product's flops
+LATENCY_SECONDS = 20e-6  # of a message
+POST_SECONDS = 10e-6
+LEAST_GAIN = 0.02  # below, the earlier candidate stays
+
 
 def choose(operator: str, size: Workload, ranks: int, stays: str, topology: Interconnect | None) -> str:
-    """Return the name of the schedule of an operator over so many ranks."""
+    """Return the name of the schedule of a layer over so many ranks. Raises ConfigurationError if nothing fits.
+
+    stays: "weights", "tokens" or "either". A collective's rows move, whatever stays.
+    """
+    kinds = ("weights",) if operator in ("reduce", "gather") else tuple(CANDIDATES) if stays == "either" else (stays,)
+    names = tuple(name for kind in kinds for name in CANDIDATES[kind])
+    if stays == "either" and operator in ("column", "row"):
+        operator = "column"  # a layer and the one after it place what is between them alike
+    return _fastest(operator, size, ranks, names, _of(topology, ranks))
+
+
+def collective(nbytes: int, ranks: int, topology: Interconnect | None) -> str:
+    """Return the name of the schedule of a collective of so many bytes: in two steps, one piece a rank."""
     return "direct-q"
+
+
+def _of(topology: Interconnect | None, ranks: int) -> Interconnect:
+    if topology is None:
+        return full_mesh(ranks, NOMINAL_GBS)
+    if topology.world_size != ranks:
+        raise ConfigurationError(f"topology {topology.name!r} has {topology.world_size} ranks, the group has {ranks}")
+    return topology
+
+
+def _fastest(operator: str, size: Workload, ranks: int, names: tuple[str, ...], net: Interconnect) -> str:
+    found: dict[str, float] = {}
+    rows, columns = (make_layout("contiguous", ranks, length) for length in (size.q_length, size.kv_length))
+    machine = Machine(constant(NOMINAL_TFLOPS), Messages(LATENCY_SECONDS, POST_SECONDS))
+    setting = Setting(size, net, machine, PASSES)
+    for name in names:
+        try:
+            made = make_schedule(name, rows, columns, Full()).replace(operator=OPERATORS[operator])
+        except ConfigurationError:  # its pieces do not divide
+            continue
+        found[name] = predict(made, setting).seconds
+    if not found:
+        raise ConfigurationError(f"none of {', '.join(names)} fits {size.q_length} tokens over {ranks} ranks")
+    best = min(found.values())
+    return next(name for name, seconds in found.items() if seconds <= best * (1 + LEAST_GAIN))

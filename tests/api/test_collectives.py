@@ -1,0 +1,117 @@
+"""All-reduce, reduce-scatter and all-gather as schedules: exact, two steps, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Here, RankPools
+
+import tokenring as tr
+from tokenring.planner.choosing.linear import choose
+from tokenring.planner.interconnects.interconnect import full_mesh, ring
+
+SHAPES = ((7,), (3, 5), (64, 33), ())
+
+
+def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def reduced(here: Here, schedule: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict[int, int]]:
+    """Sums of several shapes, and the bytes that this rank sent for the largest."""
+    assert here.base.transport is not None
+    sent = here.base.transport.sent_bytes
+    made = []
+    with tr.TensorParallel(schedule=schedule, transport=here.base.transport) as tp:
+        for shape in SHAPES:
+            mine = values(here.rank, *shape, dtype=dtype)
+            before = mine.clone()
+            sent.clear()
+            made.append(tr.all_reduce(mine, tp))
+            if shape == (64, 33):
+                counted = dict(sent)
+            assert mine.equal(before)
+    return made, counted
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+@pytest.mark.parametrize(
+    ("world", "schedule"), [(2, "auto"), (3, "direct-q"), (4, "auto"), (4, "direct-q/pieces4"), (4, "mesh-q/2x2")]
+)
+def test_all_reduce(ranks: RankPools, world: int, schedule: str, dtype: torch.dtype) -> None:
+    """The same on every rank, and of parts that are rounded once on their way."""
+    parts = ranks(world)(reduced, schedule, dtype)
+    for at, shape in enumerate(SHAPES):
+        wanted = sum(values(rank, *shape, dtype=dtype).double() for rank in range(world))
+        assert isinstance(wanted, torch.Tensor)
+        limit = 1e-5 if dtype == torch.float32 else 2**-7
+        for made, _ in parts:
+            assert made[at].dtype == dtype
+            torch.testing.assert_close(made[at].double(), wanted, rtol=limit, atol=limit)
+            assert made[at].equal(parts[0][0][at])
+    if schedule in ("auto", "direct-q"):  # two steps: to each other rank its part, and then one's own
+        part = -(-64 * 33 // world) * dtype.itemsize
+        assert all(sent == dict.fromkeys(set(range(world)) - {rank}, 2 * (-(-part // 4) * 4))
+                   for rank, (_, sent) in enumerate(parts))
+
+
+def scattered(here: Here) -> tuple[torch.Tensor, torch.Tensor]:
+    assert here.base.transport is not None
+    with tr.TensorParallel(schedule="direct-q/pieces4", transport=here.base.transport) as tp:
+        return tr.reduce_scatter(values(here.rank, 8, 5), tp), tr.all_gather(values(here.rank, 4, 5), tp)
+
+
+def test_reduce_scatter_and_all_gather(ranks: RankPools) -> None:
+    parts = ranks(2)(scattered)
+    torch.testing.assert_close(torch.cat([part[0] for part in parts]), values(0, 8, 5) + values(1, 8, 5))
+    for _, gathered in parts:
+        assert gathered.equal(torch.cat([values(0, 4, 5), values(1, 4, 5)]))
+
+
+REFUSED: dict[str, Callable[[tr.TensorParallel], Any]] = {
+    "torch.int64 is not supported": lambda tp: tr.all_reduce(torch.arange(4), tp),
+    "has no derivative": lambda tp: tr.all_reduce(torch.ones(4, requires_grad=True), tp),
+    "has no elements": lambda tp: tr.all_gather(torch.ones(0), tp),
+    "without dimensions": lambda tp: tr.all_gather(torch.tensor(1.0), tp),
+    "its first dimension": lambda tp: tr.reduce_scatter(torch.tensor(1.0), tp),
+    "was given a list": lambda tp: tr.all_reduce([1.0], tp),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_refused(says: str) -> None:
+    with tr.TensorParallel("self") as tp, pytest.raises(tr.TokenRingError) as caught:
+        REFUSED[says](tp)
+    assert says in str(caught.value)
+
+
+def test_columns_that_would_move() -> None:
+    with tr.TensorParallel("self", "ring") as tp, pytest.raises(tr.ConfigurationError, match="rows have to move"):
+        tr.all_reduce(torch.ones(4), tp)
+
+
+def other_length(here: Here) -> str:
+    assert here.base.transport is not None
+    with tr.TensorParallel(transport=here.base.transport) as tp:
+        with pytest.raises(tr.ConfigurationError) as caught:
+            tr.all_reduce(torch.ones(4 + 4 * here.rank), tp)
+        assert tr.all_reduce(torch.ones(4), tp).equal(torch.full((4,), 2.0))
+        return str(caught.value)
+
+
+def test_ranks_that_differ(ranks: RankPools) -> None:
+    assert all("width: rank 0: 2; rank 1: 4" in text for text in ranks(2)(other_length))
+
+
+def test_the_choice_follows_topology_and_sizes() -> None:
+    """On a ring X goes round, on a mesh straight; tokens stay where they are more than features are wide."""
+    layer = tr.Workload(1, 8192, 8192, 1, 1, 4096, torch.bfloat16)
+    assert choose("column", layer, 8, "weights", ring(8, 0.02)) == "tokenring"
+    assert choose("column", layer, 8, "weights", full_mesh(8, 0.02)).startswith("direct-q")
+    many = tr.Workload(1, 1 << 20, 4096, 1, 1, 4096, torch.bfloat16)
+    assert choose("row", many, 4, "either", full_mesh(4, 0.01)).startswith("direct-kv")
+    with pytest.raises(tr.ConfigurationError, match="has 4 ranks, the group has 8"):
+        choose("column", layer, 8, "weights", ring(4, 1.0))
