@@ -23,7 +23,7 @@ from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PASSES, REQUEST_OF, Kind, ScheduleData, Tile
 from tokenring.lowering.lower import agenda_of, lower_agenda
 from tokenring.lowering.program import OWN, Attend, Fill, Merge, Pack, Program, Recv, Send, Span, Wait
-from tokenring.lowering.storage import Storage
+from tokenring.lowering.storage import storage_of
 from tokenring.lowering.target import APART, Target
 from tokenring.proof.rendezvous import Queues, Rank, Rendezvous, Wrong, name_of
 from tokenring.proof.slot_contents import (
@@ -57,7 +57,7 @@ def replay_schedule(schedule: ScheduleData, targets: Sequence[Target] = APART) -
     """
     groups = schedule.head_groups
     workload = Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 1, torch.bfloat16)
-    pairs, storage = Pairs(schedule), Storage(schedule)
+    pairs, storage = Pairs(schedule), storage_of(schedule)
     kept: dict[Target, Kept] = {}
     for direction in PASSES:
         agendas = [agenda_of(storage, rank, direction, workload) for rank in range(schedule.world_size)]
