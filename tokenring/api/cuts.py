@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from tokenring.api.arguments import NEEDS_MASK
+from tokenring.display.safe_text import plain
 from tokenring.errors import ConfigurationError
 from tokenring.sequence.layout import Layout, make_layout
 from tokenring.sequence.mask_data import Mask
@@ -68,12 +69,7 @@ class Cuts:
     def _check_given_out(self, what: Hashable, called: str, mask: Mask) -> None:
         if self._world_size > 1 and hash(what) not in self._given_out:
             raise ConfigurationError(
-                f'layout "auto": no {called} was cut by mask {shortened(str(mask))}, so these may lie otherwise: cut '
+                f'layout "auto": no {called} was cut by mask {plain(str(mask), 80)}, so these may lie otherwise: cut '
                 f"them by tr.shard(x, cp, mask=mask), or give layout=..., that of the mask by which they were cut "
                 f"(cp.layout_for(length, mask))"
             )
-
-
-def shortened(text: str) -> str:
-    """Return a text, or its beginning where it is long."""
-    return text if len(text) <= 80 else f"{text[:77]}..."

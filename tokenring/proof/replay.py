@@ -22,6 +22,7 @@ import torch
 from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PASSES, REQUEST_OF, Kind, ScheduleData, Tile
 from tokenring.lowering.lower import agenda_of, lower_agenda
+<<<<<<< HEAD
 from tokenring.lowering.program import (
     NOTHING,
     OWN,
@@ -37,6 +38,10 @@ from tokenring.lowering.program import (
     Wait,
 )
 from tokenring.lowering.storage import Storage
+=======
+from tokenring.lowering.program import OWN, Attend, Fill, Merge, Pack, Program, Recv, Send, Span, Wait
+from tokenring.lowering.storage import storage_of
+>>>>>>> h-house
 from tokenring.lowering.target import APART, Target
 from tokenring.proof.paired import PAIR_KINDS, BeyondPairs, PairTokens
 from tokenring.proof.rendezvous import Queues, Rank, Rendezvous, Wrong, name_of
@@ -71,7 +76,7 @@ def replay_schedule(schedule: ScheduleData, targets: Sequence[Target] = APART) -
     """
     groups = schedule.head_groups
     workload = Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 1, torch.bfloat16)
-    pairs, storage = Pairs(schedule), Storage(schedule)
+    pairs, storage = Pairs(schedule), storage_of(schedule)
     kept: dict[Target, Kept] = {}
     for direction in PASSES:
         agendas = [agenda_of(storage, rank, direction, workload) for rank in range(schedule.world_size)]

@@ -152,13 +152,10 @@ class Lengths:
         part = self.parts(length)[self._rank]
         for held in [each for each in self._known if isinstance(each, Held) and part in each]:
             del self._known[held]  # what is sharded now counts more than what ranks found before
-        self._learn(part, (length, length))
+        self.learn(part, (length, length))
 
-    def learn(self, held: Held, lengths: tuple[int, int]) -> None:
-        """Note the lengths of q and kv of a call, as all ranks found them."""
-        self._learn(held, lengths)
-
-    def _learn(self, part: int | Held, lengths: tuple[int, int]) -> None:
+    def learn(self, part: int | Held, lengths: tuple[int, int]) -> None:
+        """Note the lengths of q and kv of a call, as all ranks found them, by what this rank holds."""
         self._known.pop(part, None)
         self._known[part] = lengths
         if len(self._known) > MOST_KNOWN:

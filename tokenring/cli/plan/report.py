@@ -8,6 +8,7 @@ from math import inf
 
 from tokenring.cli.plan.options import Asked
 from tokenring.cli.spelling import heads_text
+from tokenring.display.safe_text import plain
 from tokenring.display.units import mb_text, time_text
 from tokenring.errors import ConfigurationError
 from tokenring.planner.bounds.bound import Bound
@@ -83,7 +84,7 @@ def heading(asked: Asked) -> str:
     """Return the lines that say for what call and machine the plan is."""
     setting = asked.call.setting
     passes = " + ".join(setting.passes)
-    text = f"{ONE_CALL}, {passes}: {workload_text(setting.workload)}, {_short(str(asked.call.mask))}, "
+    text = f"{ONE_CALL}, {passes}: {workload_text(setting.workload)}, {plain(str(asked.call.mask), MOST_OF_A_MASK)}, "
     text += f"layout {asked.call.q_layout.name}"
     tensor = f" (tensor parallelism {asked.tensor_parallel})" if asked.tensor_parallel > 1 else ""
     net = setting.interconnect
@@ -92,10 +93,6 @@ def heading(asked: Asked) -> str:
     if links > 1:
         lines.append(f"a ring uses 1 of the {links} links of each rank; direct schedules use all of them")
     return "\n".join(lines)
-
-
-def _short(mask: str) -> str:
-    return mask if len(mask) <= MOST_OF_A_MASK else f"{mask[: MOST_OF_A_MASK - 3]}..."
 
 
 def workload_text(workload: Workload) -> str:

@@ -21,7 +21,7 @@ STEPS_OF_BALANCE = 8  # between even work and twice as much on one rank
 def pack_shape(request: Request, layouts: tuple[Layout, Layout]) -> Hashable:
     """Return what packs have in common that one plan serves; None where each mask is planned by itself.
 
-    Integers alone: all ranks find the same.
+    All measures are integers, so that all ranks find the same.
     """
     q_layout, kv_layout = layouts
     mask, layout = request.mask, q_layout
