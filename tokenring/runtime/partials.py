@@ -260,5 +260,6 @@ def exchange_of(
     pool.exchanges.pop(key, None)
     while len(pool.exchanges) >= KEPT_EXCHANGES:
         pool.exchanges.pop(next(iter(pool.exchanges)))
-    made = pool.exchanges[key] = PartialExchange(transport, pool, home, rows, q_width)
+    with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
+        made = pool.exchanges[key] = PartialExchange(transport, pool, home, rows, q_width)
     return made

@@ -43,10 +43,11 @@ class CacheMemory:
     def _memory(self, tokens: int) -> list[list[torch.Tensor]]:
         """Allocate memory for so many tokens of keys and of values, for each layer."""
         shape = self.batch, self.kv_heads, tokens
-        return [
-            [torch.empty(*shape, width, dtype=self.dtype, device=self.device) for _ in range(self.layers)]
-            for width in (self.head_dim, self.value_dim)
-        ]
+        with torch.inference_mode(False):  # it may be used in another mode than it was made in
+            return [
+                [torch.empty(*shape, width, dtype=self.dtype, device=self.device) for _ in range(self.layers)]
+                for width in (self.head_dim, self.value_dim)
+            ]
 
     def _pad(self, starts: Starts) -> None:
         found = None if starts is None else [as_integer(each) for each in _list(starts)]
