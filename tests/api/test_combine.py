@@ -34,6 +34,7 @@ def run_combine(here: Here, home: str, dtype: torch.dtype, base_e: bool) -> tupl
     cp = here.cp(transport=here.transport("shm"))
     out, lse = (x[here.rank] for x in partials(here.world_size, dtype))
     out = out.masked_fill((lse == -math.inf)[..., None], math.nan)  # whatever lies there
+    lse = lse.masked_fill(lse == -math.inf, (-math.inf, math.inf, math.nan)[here.rank])
     given = lse if base_e else lse / math.log(2.0)
     assert cp.transport is not None
     tr.combine(out, given, cp, home)  # type: ignore[call-overload]

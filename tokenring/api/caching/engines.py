@@ -48,8 +48,9 @@ def combine(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Merge what each rank made of its part of a cache for the same rows; without gradients.
 
-    out [B, H, D], lse [B, H] fp32: this rank's partial results of B tokens; a row that saw nothing has lse -inf, and
-    whatever out. is_lse_base_on_e: whether lse is a natural logarithm; else one to the base 2, as FlashInfer gives.
+    out [B, H, D], lse [B, H] fp32: this rank's partial results of B tokens; a row that saw nothing has a lse that is no
+    number or infinite, whatever kernels give for an empty shard, and any out. is_lse_base_on_e: whether lse is a
+    natural logarithm; else one to the base 2, as FlashInfer gives.
     q_home "heads": rank r gets the r-th of equal parts of the heads, out [B, H/P, D]. "all": every rank gets all heads,
     the same bits everywhere.
 
@@ -65,7 +66,8 @@ def combine(
     if q_home not in ("heads", "all"):
         raise ConfigurationError(f"q_home={q_home!r}: write 'heads' for this rank's part of the heads, or 'all'")
     lse = lse if is_lse_base_on_e else lse * math.log(2.0)
-    out = out.masked_fill((lse == -torch.inf)[..., None], 0.0)
+    empty = ~lse.isfinite()
+    out, lse = out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
     with torch.no_grad(), cp.turn:
         made, total = _combined(out, lse, cp, q_home)
     total = total if is_lse_base_on_e else total / math.log(2.0)
