@@ -33,6 +33,11 @@ class Case(NamedTuple):
     value_dim: int = DIM
 
     @property
+    def compared(self) -> int:
+        """The first row that is compared: of long sequences only the last chunk is."""
+        return self.length - self.chunks[-1][0] if self.length > 1000 else 0
+
+    @property
     def length(self) -> int:
         return sum(tokens for tokens, _ in self.chunks)
 
@@ -46,12 +51,13 @@ def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def wanted(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [B, T, H, D] and lse [B, H, T] in float64, by the definition."""
+    """out [B, T, H, D] and lse [B, H, T] in float64, by the definition; from the first row on that is compared."""
     q, k, v = (x.double() for x in inputs(case))
+    q = q[:, case.compared :]
     groups = HEADS // case.kv_heads
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(DIM)
-    q_at, kv_at = torch.arange(case.length)[:, None], torch.arange(case.length)[None]
+    q_at, kv_at = torch.arange(case.compared, case.length)[:, None], torch.arange(case.length)[None]
     seen = (kv_at <= q_at)[None].repeat(case.batch, 1, 1)
     if case.window is not None:
         seen &= kv_at > q_at - case.window
@@ -104,10 +110,10 @@ def run_case(here: Here, case: Case) -> Found:
 
 
 def check(case: Case, founds: list[Found]) -> None:
-    out, lse = wanted(case)
+    (out, lse), first = wanted(case), case.compared
     for found in founds:
-        torch.testing.assert_close(found.out.double(), out, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(found.lse.double(), lse, atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(found.out[:, first:].double(), out, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(found.lse[:, :, first:].double(), lse, atol=1e-5, rtol=1e-6)
         assert torch.equal(found.out, founds[0].out) and torch.equal(found.lse, founds[0].lse)  # to the bit
     check_held(case, founds)
 
@@ -125,7 +131,7 @@ def check_held(case: Case, founds: list[Found]) -> None:
 
 
 ALL, TOKENS = "all", "tokens"
-PAST = (0, 1, 3, 4, 16, 77, 800)
+PAST = (0, 1, 2, 3, 4, 777, 8192)
 
 
 def every_case() -> list[Case]:
@@ -140,7 +146,7 @@ def every_case() -> list[Case]:
 
 
 CASES = every_case()
-SAMPLE = CASES if WHOLE_GRID else random.Random(3).sample(CASES, 20)
+SAMPLE = CASES if WHOLE_GRID else random.Random(3).sample([case for case in CASES if case.length < 1000], 20)
 CHOSEN = (
     Case(2, ((24, TOKENS), (5, ALL), (16, TOKENS), *((1, ALL),) * 20)),
     Case(3, ((24, TOKENS), (5, ALL), (12, TOKENS), *((1, ALL),) * 14), transport="gloo", layout="striped"),
