@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tokenring._version import __version__
     from tokenring.api.attention import attention, plan
     from tokenring.api.caching.cached_attention import cached_attention
+    from tokenring.api.caching.engines import combine, gather_queries, local_lengths
     from tokenring.api.caching.kv_cache import KVCache
     from tokenring.api.capture import CapturedAttention, capture
     from tokenring.api.collectives import all_gather, all_reduce, reduce_scatter
@@ -94,6 +95,9 @@ __all__ = [
     "cached_attention",
     "capture",
     "column_linear",
+    "combine",
+    "gather_queries",
+    "local_lengths",
     "plan",
     "positions",
     "reduce_scatter",
@@ -109,6 +113,7 @@ _MODULES = {
     "_version": "__version__",
     "api.attention": "attention plan",
     "api.caching.cached_attention": "cached_attention",
+    "api.caching.engines": "combine gather_queries local_lengths",
     "api.caching.kv_cache": "KVCache",
     "api.capture": "CapturedAttention capture",
     "api.collectives": "all_gather all_reduce reduce_scatter",

@@ -33,6 +33,11 @@ class Case(NamedTuple):
     value_dim: int = DIM
 
     @property
+    def compared(self) -> int:
+        """The first row that is compared: of long sequences only the last chunk is."""
+        return self.length - self.chunks[-1][0] if self.length > 1000 else 0
+
+    @property
     def length(self) -> int:
         return sum(tokens for tokens, _ in self.chunks)
 
@@ -46,12 +51,13 @@ def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def wanted(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [B, T, H, D] and lse [B, H, T] in float64, by the definition."""
+    """out [B, T, H, D] and lse [B, H, T] in float64, by the definition; from the first row on that is compared."""
     q, k, v = (x.double() for x in inputs(case))
+    q = q[:, case.compared :]
     groups = HEADS // case.kv_heads
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(DIM)
-    q_at, kv_at = torch.arange(case.length)[:, None], torch.arange(case.length)[None]
+    q_at, kv_at = torch.arange(case.compared, case.length)[:, None], torch.arange(case.length)[None]
     seen = (kv_at <= q_at)[None].repeat(case.batch, 1, 1)
     if case.window is not None:
         seen &= kv_at > q_at - case.window
@@ -104,10 +110,10 @@ def run_case(here: Here, case: Case) -> Found:
 
 
 def check(case: Case, founds: list[Found]) -> None:
-    out, lse = wanted(case)
+    (out, lse), first = wanted(case), case.compared
     for found in founds:
-        torch.testing.assert_close(found.out.double(), out, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(found.lse.double(), lse, atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(found.out[:, first:].double(), out, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(found.lse[:, :, first:].double(), lse, atol=1e-5, rtol=1e-6)
         assert torch.equal(found.out, founds[0].out) and torch.equal(found.lse, founds[0].lse)  # to the bit
     check_held(case, founds)
 
@@ -125,7 +131,7 @@ def check_held(case: Case, founds: list[Found]) -> None:
 
 
 ALL, TOKENS = "all", "tokens"
-PAST = (0, 1, 3, 4, 16, 77, 800)
+PAST = (0, 1, 2, 3, 4, 777, 8192)
 
 
 def every_case() -> list[Case]:
@@ -140,7 +146,7 @@ def every_case() -> list[Case]:
 
 
 CASES = every_case()
-SAMPLE = CASES if WHOLE_GRID else random.Random(3).sample(CASES, 20)
+SAMPLE = CASES if WHOLE_GRID else random.Random(3).sample([case for case in CASES if case.length < 1000], 20)
 CHOSEN = (
     Case(2, ((24, TOKENS), (5, ALL), (16, TOKENS), *((1, ALL),) * 20)),
     Case(3, ((24, TOKENS), (5, ALL), (12, TOKENS), *((1, ALL),) * 14), transport="gloo", layout="striped"),
@@ -153,15 +159,14 @@ CHOSEN = (
 
 
 class Sent(NamedTuple):
-    """Bytes that a rank sent for a decode step, and for a sharded chunk but for its tokens among themselves."""
+    """Bytes that a rank sent for a decode step, and how many steps after the first bound anything."""
 
     one: int
     bound: int
-    transports: int
 
 
 def run_long(here: Here, dtype: torch.dtype) -> Sent:
-    """Many decode steps: what one sends, how many exchanges were bound, and how many pools there are."""
+    """Many decode steps."""
     cp = here.cp(transport=here.transport("shm"))
     cache = tr.KVCache(cp, layers=2, kv_heads=2, head_dim=DIM, capacity=200, page=4, dtype=dtype)
     q, k, v = (torch.randn(1, 33, heads, DIM, generator=torch.Generator().manual_seed(1)) for heads in (HEADS, 2, 2))
@@ -169,7 +174,7 @@ def run_long(here: Here, dtype: torch.dtype) -> Sent:
     with cache.step(33):
         for layer in range(2):
             tr.cached_attention(q, k, v, cache, layer)
-    sent = []
+    sent, bound = [], []
     assert cp.transport is not None
     for _ in range(120):
         before = sum(cp.transport.sent_bytes.values())
@@ -177,8 +182,9 @@ def run_long(here: Here, dtype: torch.dtype) -> Sent:
             for layer in range(2):
                 tr.cached_attention(q[:, :1], k[:, :1], v[:, :1], cache, layer)
         sent.append(sum(cp.transport.sent_bytes.values()) - before)
+        bound.append(list(cp.pool(cache.device).exchanges.values()))
     assert len(set(sent)) == 1, "what is sent depends on what is cached"
-    return Sent(sent[0], len(cache._exchanges), len(cp._pools))
+    return Sent(sent[0], sum(now != bound[0] for now in bound))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -188,7 +194,7 @@ def test_a_decode_step_sends_results_alone_and_binds_nothing_new(
 ) -> None:
     a_layer = (ranks_ - 1) * HEADS * (DIM * dtype.itemsize + 4)  # (P - 1)(o + l)
     for found in ranks(ranks_)(run_long, dtype):
-        assert found == Sent(2 * a_layer, 1, 1)
+        assert found == Sent(2 * a_layer, 0)
 
 
 def run_sharded(here: Here) -> int:

@@ -151,6 +151,25 @@ def test_the_short_way_gives_the_bits_of_the_long_one(ranks: RankPools) -> None:
     assert taken == 10 and none == 0  # two of the steps seal pages
 
 
+def in_any_mode(here: Here) -> float:
+    """Made and first used in inference mode, then used outside of it; and gradients after that."""
+    cp = tr.ContextParallel(schedule="direct-kv")
+    with torch.inference_mode():
+        cache = tr.KVCache(cp, **SIZES)
+        feed(cache, 21), feed(cache, 1)
+    feed(cache, 12)
+    x = torch.randn(1, 8, 2, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(tr.attention(x, x, x, cp, is_causal=True).sum(), [x])
+    with torch.inference_mode():
+        feed(cache, 1)
+    cp.close()
+    return float(gradient.abs().sum())
+
+
+def test_training_and_serving_share_a_context(ranks: RankPools) -> None:
+    assert all(found > 0 for found in ranks(2)(in_any_mode))
+
+
 # ---------- what it refuses
 
 REFUSED: dict[str, tuple[str, Callable[[tr.KVCache], object]]] = {

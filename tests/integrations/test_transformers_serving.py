@@ -12,7 +12,7 @@ import torch
 from ranks import Here, RankPools
 
 import tokenring as tr
-from tokenring.integrations.transformers.serving import serve_with_tokenring, starts_of
+from tokenring.integrations.transformers.serving import serve_with_tokenring
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
 
@@ -166,16 +166,3 @@ def test_a_model_without_gradients_or_a_cache_is_as_before() -> None:
         found = model(ids).logits
         serving.close()
         torch.testing.assert_close(found, model(ids).logits, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("options", [{"page": 0}, {"chunk": 0}, {"shard_from": -1}])
-def test_sizes_that_cannot_be(options: dict[str, int]) -> None:
-    with pytest.raises(tr.ConfigurationError, match="give an integer from 1 on"):
-        serve_with_tokenring(None, tr.ContextParallel("self"), **options)
-
-
-def test_starts() -> None:
-    shown = torch.tensor([[0, 0, 1], [1, 1, 1]])
-    found = starts_of(shown, 2, 3)
-    assert found is not None and found.tolist() == [2, 0]
-    assert starts_of(torch.ones(2, 3), 2, 3) is None and starts_of(None, 2, 3) is None

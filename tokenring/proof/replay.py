@@ -22,7 +22,6 @@ import torch
 from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PASSES, REQUEST_OF, Kind, ScheduleData, Tile
 from tokenring.lowering.lower import agenda_of, lower_agenda
-<<<<<<< HEAD
 from tokenring.lowering.program import (
     NOTHING,
     OWN,
@@ -37,11 +36,7 @@ from tokenring.lowering.program import (
     Span,
     Wait,
 )
-from tokenring.lowering.storage import Storage
-=======
-from tokenring.lowering.program import OWN, Attend, Fill, Merge, Pack, Program, Recv, Send, Span, Wait
 from tokenring.lowering.storage import storage_of
->>>>>>> h-house
 from tokenring.lowering.target import APART, Target
 from tokenring.proof.paired import PAIR_KINDS, BeyondPairs, PairTokens
 from tokenring.proof.rendezvous import Queues, Rank, Rendezvous, Wrong, name_of

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tokenring.runtime.pool import Pool
 
 LSE_BYTES = 4  # of fp32
+KEPT_EXCHANGES = 16  # of a pool, each for one number of rows
 Partial = tuple[torch.Tensor, torch.Tensor]  # out [B, H, T, D], lse [B, H, T]
 
 
@@ -122,22 +123,24 @@ class PartialExchange:
     """Memory and messages of cached attention for calls of one size.
 
     home "all": every rank has all rows, and gets the partial results of all. home "tokens": each rank has rows of its
-    own, which go to all; their partial results come back. local: partial results that are a rank's own, beside.
+    own, which go to all; their partial results come back. home "heads": so it is with heads of the same tokens.
+    made: the partial results that are merged, of each rank, and at last what is a rank's own beside.
     """
 
     def __init__(self, transport: Transport, pool: Pool, home: str, rows: Rows, q_width: int) -> None:
         self.home, self.rows, self._transport, self._pool = home, rows, transport, pool
         world, me = transport.world_size, transport.rank
         others = [rank for rank in range(world) if rank != me]
-        q_bytes = aligned(rows.number * q_width * rows.dtype.itemsize) if home == "tokens" else 0
-        slots = (2 * world if home == "tokens" else world) + 1
+        moves_q = home != "all"
+        q_bytes = aligned(rows.number * q_width * rows.dtype.itemsize) if moves_q else 0
+        slots = (2 * world if moves_q else world) + 1
         pool.reserve(world * q_bytes + slots * rows.slot_bytes)
         self.base = pool.data
         pool.touch(world * q_bytes + slots * rows.slot_bytes)
         at = world * q_bytes
         self.made = PartialSlots(self.base[at:], rows, world + 1)  # to be merged: of each rank, and the rank's own
         links = [(a, b, PARTIALS) for a in range(world) for b in range(world) if a != b]
-        if home == "tokens":
+        if moves_q:
             self.out = PartialSlots(self.base[at + (world + 1) * rows.slot_bytes :], rows, world)
             shape, item = (rows.batch, rows.tokens, rows.heads, q_width), rows.dtype.itemsize
             flat = [self.base[i * q_bytes : i * q_bytes + rows.number * q_width * item] for i in range(world)]
@@ -156,26 +159,32 @@ class PartialExchange:
     @property
     def placed(self) -> bool:
         """True if its messages have places that the transport is told of, before each call."""
-        return self._begin is not None
+        return bool(self._begin)
 
     @property
     def usable(self) -> bool:
         """True until the pool has grown: then it lies in memory that is given up."""
         return self.base is self._pool.data
 
-    def _placed(self) -> Callable[[], None] | None:
+    def _placed(self) -> dict[str, object]:
+        """Tell the transport where messages go, where it wants to know that: of a call, or of each half of it."""
         if not self._transport.target.placing:
-            return None
+            return {}
+        if self.home == "heads":
+            halves = {REQUESTS: self._requests.landings, PARTIALS: self.partials.landings}
+            return {half: self._transport.place(landings) for half, landings in halves.items()}
         requests = self._requests.landings if self.home == "tokens" else []
-        placement = self._transport.place(requests + self.partials.landings)
-        return lambda: self._transport.begin(placement)
+        return {PARTIALS: self._transport.place(requests + self.partials.landings)}
+
+    def _start(self, half: str = PARTIALS) -> None:
+        if self._begin:
+            self._transport.begin(self._begin[half])
 
     def shared(
         self, sealed: Callable[[], Partial], local: Callable[[], Partial], label: str, wants_lse: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return out and lse of rows that all ranks have: from what each makes of its keys, and of what all hold."""
-        if self._begin is not None:
-            self._begin()
+        self._start()
         received = self.partials.receive(label)
         self.made.put(self._transport.rank, sealed())
         sent = self.partials.send(label)
@@ -192,8 +201,7 @@ class PartialExchange:
         self, q: torch.Tensor, sealed: Callable[[int, torch.Tensor], Partial], local: Callable[[], Partial], label: str
     ) -> Partial:
         """Return out and lse of this rank's rows q [B, T, H, D]: sealed(r, q) is what it makes of those of rank r."""
-        if self._begin is not None:
-            self._begin()
+        self._start()
         me, world = self._transport.rank, self._transport.world_size
         asked = self._requests.receive(label)
         self.q[me].copy_(q)
@@ -208,3 +216,50 @@ class PartialExchange:
         for each in chain(received, self.partials.send(label)):
             each.wait()
         return merge_all(self.made.outs, self.made.lses)
+
+    def gathered(self, q: torch.Tensor, label: str) -> list[torch.Tensor]:
+        """Return every rank's rows of q, by rank, each [B, T, H, D], in memory of the exchange."""
+        self._start(REQUESTS)
+        received = self._requests.receive(label)
+        self.q[self._transport.rank].copy_(q)
+        for each in chain(received, self._requests.send(label)):
+            each.wait()
+        return self.q
+
+    def combined(self, out: torch.Tensor, lse: torch.Tensor, label: str) -> Partial:
+        """Return what the ranks' partial results make together: of all rows, or of this rank's heads.
+
+        out [B, H, T, D] and lse [B, H, T] are of all heads.
+        """
+        self._start()
+        me, world, heads = self._transport.rank, self._transport.world_size, self.rows.heads
+        received = self.partials.receive(label)
+        for rank in range(world if self.home == "heads" else 0):
+            slots = self.made if rank == me else self.out
+            slots.put(rank, (out[:, rank * heads : (rank + 1) * heads], lse[:, rank * heads : (rank + 1) * heads]))
+        if self.home == "all":
+            self.made.put(me, (out, lse))
+        for each in chain(received, self.partials.send(label)):
+            each.wait()
+        return merge_all(self.made.outs[:world], self.made.lses[:world])
+
+
+def exchange_of(
+    transport: Transport, pool: Pool, home: str, rows: Rows, q_width: int,
+    first: Callable[[Transport], None] = lambda transport: None,
+) -> PartialExchange:  # fmt: skip
+    """Return the exchange of calls of one size over this memory, bound once; all ranks ask for it together.
+
+    first: called before one is bound.
+    """
+    key = home, rows, q_width
+    found = pool.exchanges.get(key)
+    if isinstance(found, PartialExchange) and found.usable:
+        return found
+    first(transport)
+    pool.exchanges.pop(key, None)
+    while len(pool.exchanges) >= KEPT_EXCHANGES:
+        pool.exchanges.pop(next(iter(pool.exchanges)))
+    with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
+        made = pool.exchanges[key] = PartialExchange(transport, pool, home, rows, q_width)
+    return made

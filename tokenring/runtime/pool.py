@@ -35,6 +35,7 @@ class Pool:
         self.high_water_bytes = 0
         self.streams = _streams_of(device_of(device))
         self._allocate = allocate
+        self.exchanges: dict[object, object] = {}  # of cached attention, bound to this memory: see `partials`
 
     @staticmethod
     def of(transport: Transport | None, device: torch.device) -> Pool:

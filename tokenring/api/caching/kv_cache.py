@@ -147,7 +147,6 @@ class KVCache(CacheMemory, Standing):
 
     def close(self) -> None:
         """Give back the memory."""
-        self._exchanges.clear()
         self.keys, self.values, self.open_keys, self.open_values = [], [], [], []
         self.filled = [self._empty]
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from tokenring.runtime.partials import PartialExchange, Rows
 
 Home = Literal["all", "tokens"]
-KEPT_EXCHANGES = 16  # each for one number of rows: messages bound to memory
 Starts = Sequence[int] | torch.Tensor | None  # the first token of each row of a batch that is padded on its left
 
 
@@ -35,7 +34,6 @@ class CacheMemory:
         self.dtype, self.device, self.windows = dtype, device, windows
         self.steps = 0
         self.current: object | None = None
-        self._exchanges: dict[tuple[str, Rows], PartialExchange] = {}
         self.keys, self.values = self._memory(room.sealed)
         self.open_keys, self.open_values = self._memory(room.open)
         self._empty = Filled.empty(room.ranks)
@@ -45,10 +43,11 @@ class CacheMemory:
     def _memory(self, tokens: int) -> list[list[torch.Tensor]]:
         """Allocate memory for so many tokens of keys and of values, for each layer."""
         shape = self.batch, self.kv_heads, tokens
-        return [
-            [torch.empty(*shape, width, dtype=self.dtype, device=self.device) for _ in range(self.layers)]
-            for width in (self.head_dim, self.value_dim)
-        ]
+        with torch.inference_mode(False):  # it may be used in another mode than it was made in
+            return [
+                [torch.empty(*shape, width, dtype=self.dtype, device=self.device) for _ in range(self.layers)]
+                for width in (self.head_dim, self.value_dim)
+            ]
 
     def _pad(self, starts: Starts) -> None:
         found = None if starts is None else [as_integer(each) for each in _list(starts)]
@@ -139,19 +138,11 @@ class CacheMemory:
 
     def exchange(self, home: Home, rows: Rows) -> PartialExchange:
         """Return the exchange of calls with so many rows, bound to memory; all ranks ask for it together."""
-        key = home, rows
-        found = self._exchanges.get(key)
-        if found is None or not found.usable:
-            from tokenring.runtime.partials import PartialExchange
+        from tokenring.runtime.partials import exchange_of
 
-            transport = self.cp.transport_for(self.device)
-            assert transport is not None  # there are several ranks
-            self._exchanges.pop(key, None)
-            while len(self._exchanges) >= KEPT_EXCHANGES:
-                self._exchanges.pop(next(iter(self._exchanges)))
-            pool = self.cp.pool(self.device)
-            found = self._exchanges[key] = PartialExchange(transport, pool, home, rows, self.head_dim)
-        return found
+        transport = self.cp.transport_for(self.device)
+        assert transport is not None  # there are several ranks
+        return exchange_of(transport, self.cp.pool(self.device), home, rows, self.head_dim)
 
 
 def _list(given: object) -> list[object]:

@@ -1,0 +1,106 @@
+"""One new token over a cache of N tokens on really shaped links: cached_attention, by hand, and schedules that move KV.
+
+    sudo python benchmarks/decode_shaped.py [--ranks 4] [--link-gbit 0.1] [--cached 16384] [--kv-heads 8] [--tokens 1]
+
+Prints the median of each, of rank 0, in ms. "by hand" is a kernel, an all-gather of partial results over Gloo and a
+merge. Schedules take as many query tokens as ranks, the fewest that they share out evenly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+HEADS, DIM = 8, 64
+
+
+def read() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("ranks", 4), ("cached", 16384), ("kv-heads", HEADS), ("tokens", 1), ("rounds", 9)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--link-gbit", type=float, default=0.1)
+    parser.add_argument("--topology", default="full-mesh")
+    return parser.parse_args()
+
+
+def measure(options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import tokenring as tr
+    from tokenring.backends.merging.all_at_once import merge_all
+    from tokenring.runtime.cached_kernel import cached_partial
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    base = tr.ContextParallel(transport="gloo")
+    ranks, tokens, own = base.world_size, options.tokens, options.cached // base.world_size
+    torch.manual_seed(0)
+    q = torch.randn(1, tokens, HEADS, DIM)
+    k, v = (torch.randn(1, own, options.kv_heads, DIM) for _ in range(2))
+    cache = tr.KVCache(
+        base, layers=1, kv_heads=options.kv_heads, head_dim=DIM, capacity=options.cached + 100 * tokens + 1024, page=256
+    )
+    # Sealed where they are, as after a prefill; what they attend to does not matter here.
+    with cache.step(options.cached, "tokens") as step:
+        assert step.layout is not None
+        cache.sharded(0, k.transpose(1, 2), v.transpose(1, 2), step.layout)
+    fewest = -(-tokens // ranks)
+    new = q[:, :, : options.kv_heads]
+    calls: dict[str, Callable[[], object]] = {"cached_attention": lambda: tr.cached_attention(q, new, new, cache, 0)}
+    if not tokens % (2 * ranks):
+        mine, mine_new = (tr.shard(x, base) for x in (q, new))
+        calls["cached_attention, q sharded"] = lambda: tr.cached_attention(
+            mine, mine_new, mine_new, cache, 0, q_home="tokens"
+        )
+
+    def by_hand() -> object:
+        out, lse = cached_partial(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, 0.1)
+        mine = torch.cat([out, lse[..., None]], -1).contiguous()
+        parts = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(parts, mine)
+        every = torch.stack(parts)
+        return merge_all(every[..., :-1], every[..., -1])
+
+    calls["by hand"] = by_hand
+    for name in ("direct-q", "direct-kv", "ring"):
+        cp = tr.ContextParallel(layout="contiguous", schedule=name, transport=base.transport)
+        part = torch.randn(1, fewest, HEADS, DIM)
+        calls[name] = lambda cp=cp, part=part: tr.attention(part, k, v, cp)  # type: ignore[misc]
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    with torch.inference_mode():
+        for turn in range(options.rounds + 1):
+            for name, call in calls.items():
+                dist.barrier()
+                began = time.perf_counter()
+                call()
+                if turn:
+                    seconds[name].append(time.perf_counter() - began)
+    if dist.get_rank() == 0:
+        of = {name: statistics.median(each) for name, each in seconds.items()}
+        for name, each in of.items():
+            low, high = min(seconds[name]) * 1e3, max(seconds[name]) * 1e3
+            print(f"{name}: {each * 1e3:.1f} ms ({low:.1f} to {high:.1f}), {each / of['by hand']:.2f} × by hand")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    options = read()
+    if "RANK" in os.environ:
+        return measure(options)
+    from tokenring.emulate import Emulated
+
+    with Emulated(options.topology, options.ranks, options.link_gbit) as net:
+        paths = {"PYTHONPATH": f"{HERE.parent}:{HERE}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        net.run("decode_shaped", sys.argv[1:], environment=paths)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Parts of serving that need no transformers: sizes, masks of padding, windows of a config."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tokenring as tr
+from tokenring.integrations.transformers.serving import serve_with_tokenring, starts_of, windows_of
+
+
+@pytest.mark.parametrize("options", [{"page": 0}, {"chunk": 0}, {"shard_from": -1}])
+def test_sizes_that_cannot_be(options: dict[str, int]) -> None:
+    with pytest.raises(tr.ConfigurationError, match="give an integer from 1 on"):
+        serve_with_tokenring(None, tr.ContextParallel("self"), **options)
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(tr.BackendUnavailable, match="transformers is not installed here"):
+        serve_with_tokenring(torch.nn.Linear(1, 1), tr.ContextParallel("self"))
+
+
+def test_first_tokens_of_padded_rows() -> None:
+    found = starts_of(torch.tensor([[0, 0, 1], [1, 1, 1]]), 2, 3)
+    assert found is not None and found.tolist() == [2, 0]
+    assert starts_of(torch.ones(2, 3), 2, 3) is None and starts_of(None, 2, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [(torch.tensor([[1, 0, 1]]), "pad on the left"), (torch.tensor([[1, 1, 0]]), "pad on the left"),
+     (torch.ones(1, 4), "takes padding"), (torch.ones(1, 1, 3, 3), "takes padding"), ({}, "is dict")],
+)  # fmt: skip
+def test_masks_that_are_none_of_padding(mask: object, said: str) -> None:
+    with pytest.raises(tr.UnsupportedError, match=said):
+        starts_of(mask, 1, 3)
+
+
+def test_windows_of_layers() -> None:
+    config = SimpleNamespace(num_hidden_layers=2, sliding_window=8)
+    assert windows_of(config) == [8, 8]
+    config.layer_types = ["full_attention", "sliding_attention"]
+    assert windows_of(config) == [None, 8]
+    assert windows_of(SimpleNamespace(num_hidden_layers=2)) == [None, None]
+    config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(tr.UnsupportedError, match="layers of kind linear_attention"):
+        windows_of(config)

@@ -1,0 +1,141 @@
+"""The exchange of cached attention alone, for engines that have a cache and kernels of their own.
+
+Their ranks hold some heads of q (tensor parallelism) and some tokens of the cache (decode context parallelism): heads
+of q are gathered, each rank attends from all of them to its tokens, and the partial results are combined.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+
+from tokenring.api.inputs import check_context
+from tokenring.errors import ConfigurationError
+from tokenring.sequence.layout import as_integer
+
+if TYPE_CHECKING:
+    from tokenring.api.context import ContextParallel
+    from tokenring.backends.interfaces import Transport
+    from tokenring.runtime.partials import PartialExchange, Rows
+
+CombineHome = Literal["heads", "all"]
+
+
+@overload
+def combine(
+    out: torch.Tensor, lse: torch.Tensor, cp: ContextParallel, q_home: CombineHome = "heads", *,
+    return_lse: Literal[False] = False, is_lse_base_on_e: bool = True,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def combine(
+    out: torch.Tensor, lse: torch.Tensor, cp: ContextParallel, q_home: CombineHome = "heads", *,
+    return_lse: Literal[True], is_lse_base_on_e: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+def combine(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cp: ContextParallel,
+    q_home: CombineHome = "heads",
+    *,
+    return_lse: bool = False,
+    is_lse_base_on_e: bool = True,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Merge what each rank made of its part of a cache for the same rows; without gradients.
+
+    out [B, H, D], lse [B, H] fp32: this rank's partial results of B tokens; a row that saw nothing has a lse that is no
+    number or infinite, whatever kernels give for an empty shard, and any out. is_lse_base_on_e: whether lse is a
+    natural logarithm; else one to the base 2, as FlashInfer gives.
+    q_home "heads": rank r gets the r-th of equal parts of the heads, out [B, H/P, D]. "all": every rank gets all heads,
+    the same bits everywhere.
+
+    Returns out in its dtype, and with return_lse lse in fp32, of the base that was given. Ranks agree on the sizes at
+    the first call of each. Raises ConfigurationError (sizes, heads that do not divide) and PeerLost.
+    """
+    check_context(cp)
+    if out.dim() != 3 or lse.shape != out.shape[:2] or lse.dtype != torch.float32:
+        raise ConfigurationError(
+            f"combine wants out [B, H, D] and lse [B, H] in float32; got {list(out.shape)} and {list(lse.shape)} in "
+            f"{lse.dtype}"
+        )
+    if q_home not in ("heads", "all"):
+        raise ConfigurationError(f"q_home={q_home!r}: write 'heads' for this rank's part of the heads, or 'all'")
+    lse = lse if is_lse_base_on_e else lse * math.log(2.0)
+    empty = ~lse.isfinite()
+    out, lse = out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
+    with torch.no_grad(), cp.turn:
+        made, total = _combined(out, lse, cp, q_home)
+    total = total if is_lse_base_on_e else total / math.log(2.0)
+    return (made.to(out.dtype), total) if return_lse else made.to(out.dtype)
+
+
+def gather_queries(q: torch.Tensor, cp: ContextParallel) -> torch.Tensor:
+    """Return all heads [B, H, D] from this rank's equal part of them, q [B, H/P, D]; rank r has the r-th.
+
+    Ranks agree on the sizes at the first call of each. Raises ConfigurationError and PeerLost.
+    """
+    check_context(cp)
+    if q.dim() != 3:
+        raise ConfigurationError(f"gather_queries wants q [B, H/P, D]; got {list(q.shape)}")
+    if cp.world_size == 1:
+        return q
+    from tokenring.runtime.partials import Rows
+
+    with torch.no_grad(), cp.turn:
+        found = _exchange(cp, "heads", Rows(q.shape[0], q.shape[1], 1, q.shape[2], q.dtype), q.shape[2], q.device)
+        return torch.cat(found.gathered(q[:, None], "heads of q"), dim=2)[:, 0]
+
+
+def local_lengths(
+    seq_lens: torch.Tensor, cp: ContextParallel, interleave: int = 1, rank: int | None = None
+) -> torch.Tensor:
+    """Return how many of each sequence's cached tokens lie at a rank, where `interleave` tokens go to each in turn.
+
+    seq_lens: integers of any shape. rank: of cp; None: this one. Raises ConfigurationError.
+    """
+    check_context(cp)
+    size = as_integer(interleave)
+    if size is None or size < 1:
+        raise ConfigurationError(f"interleave={interleave!r}: give the tokens that go to a rank in turn, from 1 on")
+    at = cp.rank if rank is None else rank
+    whole = seq_lens.div(size * cp.world_size, rounding_mode="floor")
+    rest = seq_lens - whole * size * cp.world_size
+    return whole * size + (rest - at * size).clamp(0, size)
+
+
+def _combined(
+    out: torch.Tensor, lse: torch.Tensor, cp: ContextParallel, home: CombineHome
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse, in fp32."""
+    from tokenring.runtime.partials import Rows
+
+    (batch, heads, width), world = out.shape, cp.world_size
+    if world == 1:
+        return out.float(), lse
+    if home == "heads" and heads % world:
+        raise ConfigurationError(f"{heads} heads do not divide over {world} ranks: combine them with q_home='all'")
+    part = heads // world if home == "heads" else heads
+    found = _exchange(cp, home, Rows(batch, part, 1, width, out.dtype), width, out.device)
+    made, total = found.combined(out[:, :, None], lse[:, :, None], "partial results")
+    return made[:, :, 0], total[:, :, 0]
+
+
+def _exchange(cp: ContextParallel, home: str, rows: Rows, q_width: int, device: torch.device) -> PartialExchange:
+    """Return the exchange of calls of one size; the first call of it is one on which ranks agree."""
+    from tokenring.runtime.partials import exchange_of
+
+    pool, transport = cp.pool(device), cp.transport_for(device)
+    assert transport is not None  # there are several ranks
+
+    def agreed(transport: Transport) -> None:
+        from tokenring.runtime.agreement import Description, agree, settle
+
+        agree(transport, Description.of({"pass": "combine", "q_home": home, **rows._asdict(), "width of q": q_width}))
+        settle(transport)
+
+    return exchange_of(transport, pool, home, rows, q_width, agreed)
