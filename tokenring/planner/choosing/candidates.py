@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tokenring.display.units import mb_text, time_text
 
 COLUMNS = ("schedule", "time", "compute", "exposed", "worst wire", "memory", "× bound")
 SHOWN = 12
@@ -77,6 +76,8 @@ def table(candidates: Sequence[Candidate], everything: bool = False, rest: str =
 
 def over_limit(needs_bytes: int, limit_bytes: int, least: str = "") -> str:
     """Return the reason why a schedule does not fit. least: " at least", where it is not known how much it needs."""
+    from tokenring.display.units import mb_text  # only what is said or printed needs it
+
     return f"needs {mb_text(needs_bytes)} a rank{least}, {OVER_LIMIT} of {mb_text(limit_bytes)}"
 
 
@@ -115,6 +116,8 @@ def _choice(best: Candidate, simulated: Sequence[Candidate]) -> Iterator[str]:
 
 
 def _row(each: Candidate) -> tuple[str, ...]:
+    from tokenring.display.units import mb_text, time_text
+
     times = (each.predicted_seconds, each.compute_seconds, each.exposed_seconds)
     sizes = (each.worst_link_bytes, each.peak_bytes)
     ratio = ""
