@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-
 COLUMNS = ("schedule", "time", "compute", "exposed", "worst wire", "memory", "× bound")
 SHOWN = 12
 BASELINE = "ring"  # what everybody has: each other schedule is to be seen beside it
