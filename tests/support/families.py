@@ -18,7 +18,7 @@ from tokenring.sequence.mask import Mask
 from tokenring.sequence.workload import Workload
 
 HEADS = ((8, 8), (6, 6), (8, 2), (8, 1), (6, 3))
-# Of all families: five is prime like three, and its families are the same.
+# Of all families: on five ranks there is none that there is not on three.
 SOME_RANKS = (2, 3, 4, 5, 6) if os.environ.get("TOKENRING_FULL_GRID") else (2, 3, 4, 6)
 OPTIONS = ("", "/late", "/keep", "/regather")
 

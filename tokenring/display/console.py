@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from tokenring.display.safe_text import plain, plain_lines
+from tokenring.display.wrapping import INK, fitted
 from tokenring.errors import ConfigurationError
 from tokenring.nearest import hint
 
@@ -65,8 +66,6 @@ def read_options(read: Callable[[list[str]], argparse.Namespace], argv: list[str
         return int(done.code or 0)
 
 
-INK = re.compile(r"(\x1b\[(?:0|1|2|31|32)m)")
-
 
 class Ink:
     """The colours of a terminal, or none."""
@@ -110,8 +109,8 @@ class Console:
         self.ink = Ink(out.isatty() and self.live and "NO_COLOR" not in environment)
 
     def say(self, text: str) -> None:
-        """Write lines that stay, to standard output."""
-        self.data(self._harmless(text) + "\n")
+        """Write lines that stay, to standard output; on a terminal none is longer than it."""
+        self.data(fitted(self._harmless(text), self._out) + "\n")
 
     def data(self, text: str) -> None:
         """Write text for a program, such as JSON, unchanged to standard output."""

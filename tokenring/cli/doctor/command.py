@@ -7,11 +7,13 @@ written; 130 interrupted.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 
 from tokenring.cli.doctor.examine import SECONDS, examine
 from tokenring.cli.doctor.report import report
 from tokenring.display.console import Parser, check_suffix, read_options, write_file
+from tokenring.display.wrapping import fitted
 from tokenring.errors import ConfigurationError
 
 
@@ -28,7 +30,7 @@ def main(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
     found = examine(environment, options.seconds)
     text = found.to_json() if options.json or suffix == ".json" else report(found)
     if options.output is None:
-        print(text, end="")
+        print(text if options.json else fitted(text, sys.stdout), end="")
     else:
         write_file(options.output, text)
     return 0

@@ -6,10 +6,12 @@ that cannot be read or written, or a wrong option; 130 interrupted.
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 
 from tokenring.cli.topology.outputs import SUFFIXES
 from tokenring.display.console import Parser, check_suffix, read_options, write_file
+from tokenring.display.wrapping import fitted
 from tokenring.gc_pause import no_collection
 from tokenring.topology.model.graph import merge, on_machines
 from tokenring.topology.model.sanity import storable
@@ -53,7 +55,7 @@ def _run(options: Namespace) -> int:
     if options.html is not None:
         write_file(options.html, to_html(graph, verdict))
     if not options.json and (options.save, options.svg, options.html) == (None, None, None):
-        print(report(graph, verdict), end="")
+        print(fitted(report(graph, verdict), sys.stdout), end="")
     return 0
 
 
