@@ -23,8 +23,10 @@ def all_reduce(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
         _check(t, "all_reduce")
         request = _request(t, t.numel(), tp)
         rows = _padded(t, request)
-    summed = _reduce(rows, request, tp)
-    return _gather(summed, request, tp).flatten()[: t.numel()].view(t.shape)
+    with tp.turn:
+        summed = _reduce(rows, request, tp)
+        made = _gather(summed, request, tp, agreed=True)
+    return made.flatten()[: t.numel()].view(t.shape)
 
 
 def reduce_scatter(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
@@ -96,7 +98,7 @@ def _reduce(rows: torch.Tensor, request: LinearRequest, tp: TensorParallel) -> t
     return executor.result(call, "q_partial", "y")[0, :, 0].to(rows.dtype, copy=rows.dtype != torch.float32)
 
 
-def _gather(own: torch.Tensor, request: LinearRequest, tp: TensorParallel) -> torch.Tensor:
+def _gather(own: torch.Tensor, request: LinearRequest, tp: TensorParallel, agreed: bool = False) -> torch.Tensor:
     made = own.new_empty(request.tokens, request.width)
-    tp.call(request, "backward", {"dy": own[None, :, None, :], "da": made})
+    tp.call(request, "backward", {"dy": own[None, :, None, :], "da": made}, agreed)
     return made

@@ -146,11 +146,14 @@ class TensorParallel(Standing):
         return pair_box(self.schedule_of(request), self.rank)
 
     def call(
-        self, request: LinearRequest, direction: Pass, own: dict[str, torch.Tensor]
+        self, request: LinearRequest, direction: Pass, own: dict[str, torch.Tensor], agreed: bool = False
     ) -> tuple[Executor, ActiveCall]:
-        """Agree on a pass with all ranks, and run it. Raises Disagreement on all ranks; PeerLost."""
+        """Agree on a pass with all ranks, and run it. Raises Disagreement on all ranks; PeerLost.
+
+        agreed: they have, with the pass before, whose call this one belongs to.
+        """
         with self.turn:
-            executor = self._begin(request, direction)
+            executor = self._begin(request, direction, agreed)
             active = ActiveCall(own)
             with torch.autocast(request.device.type, enabled=False):
                 executor.run(active)
@@ -160,16 +163,21 @@ class TensorParallel(Standing):
         """Return the guard of this rank's own checks, whose errors reach all ranks."""
         return refusing(self._base, direction, *given)
 
-    def _begin(self, request: LinearRequest, direction: Pass) -> Executor:
+    def _begin(self, request: LinearRequest, direction: Pass, agreed: bool) -> Executor:
+        if agreed:
+            return self._bound(request, direction, self._transport(request))
         with self.refusing(direction, request.device):
             self._base.check_open()
             mine = self._describe(request, direction)
         speaker = self._base.speaker(request.device)
         if speaker is not None:
             agree(speaker, mine)
-        transport = None if speaker is None else self._base.transport_for(request.device)
+        transport = self._transport(request)
         with beginning(transport):
             return self._bound(request, direction, transport)
+
+    def _transport(self, request: LinearRequest) -> Transport | None:
+        return None if self.world_size == 1 else self._base.transport_for(request.device)
 
     def _describe(self, request: LinearRequest, direction: Pass) -> Description:
         fields = {"pass": direction, **request._asdict(), "device": request.device.type}
