@@ -73,6 +73,12 @@ ADDED = [
     "--distributed-backend", "gloo", "--mock-data", "--attention-dropout", "0", "--hidden-dropout", "0", "--lr", "1e-4",
 ]  # fmt: skip
 
+# What some scripts leave to files that are not there, or, of those for MindSpore, leave out.
+NEEDED = {
+    "--tokenizer-type": "NullTokenizer", "--vocab-size": "64", "--padded-vocab-size": "64",
+    "--transformer-impl": "local",
+}  # fmt: skip
+
 
 def shrunk(flags: list[str], ranks: int) -> list[str]:
     """Return flags with small sizes, for one step of a few ranks: those of attention and its cuts stay as they are."""
@@ -94,10 +100,6 @@ def shrunk(flags: list[str], ranks: int) -> list[str]:
             values = ["2"]
         found += [name, *values]
     added = [*ADDED]
-    if "--tokenizer-type" not in found:
-        added += ["--tokenizer-type", "NullTokenizer"]
-    if "--transformer-impl" not in found:  # which the adaptor reads
-        added += ["--transformer-impl", "local"]
-    if "--vocab-size" not in found:
-        added += ["--vocab-size", "64"]
+    for name, value in NEEDED.items():
+        added += [name, value] if name not in found else []
     return [*found, *added]
