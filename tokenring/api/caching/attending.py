@@ -64,6 +64,11 @@ def _call(
     _check_call(q, cache, layer, step)
     scale = checked_scale(scale, q.shape[-1])
     if k is None or v is None:
+        if step.layout is not None and cache.cp.world_size > 1:
+            raise ConfigurationError(
+                f"a read in step {step.number}, whose rows are each rank's own: reading is for rows that every rank has"
+                f"; give k and v, or read in a step of q_home='all'"
+            )
         return _read(q, cache, layer, step, scale, wants_lse)
     _check_new(q, k, v, cache, layer, step)
     if step.layout is not None and cache.cp.world_size > 1:

@@ -169,5 +169,6 @@ def _shown(given: torch.Tensor | int) -> str:
     if not isinstance(given, torch.Tensor):
         return "not given"
     ids = given.detach().to("cpu", torch.int64).contiguous()
-    digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:16] if ids.numel() > len(ids) else "alone"
+    hidden = ids.numel() > min(len(ids), SHOWN_IDS)
+    digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:16] if hidden else "alone"
     return f"ending in {ids[:SHOWN_IDS, -1].tolist()}, {digest}"
