@@ -57,7 +57,7 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             "tree(2048,1024,1024;,0,0)",
             "2048,3072,0,3072,,0;3072,4096,0,2048,,;3072,4096,3072,4096,,0), layout contiguous",
         ),
-        (f"documents({','.join(str(at) for at in range(0, 4097, 64))})", "1920,1984,2048,2..., layout contiguous"),
+        (f"documents({','.join(str(at) for at in range(0, 4097, 64))})", "1920,1984,2048,211…, layout contiguous"),
     ],
 )
 def test_plans(mask: str, shown: str) -> None:
