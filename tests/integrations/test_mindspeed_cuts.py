@@ -109,6 +109,8 @@ class TestGeneral:
         assert "set --micro-batch-size 1" in refusal(UnsupportedError, lambda: mask_of_tensor(other))
         text = refusal(UnsupportedError, lambda: LastMask().of(torch.zeros(1, 1, 4, 4).bool(), 8))
         assert "wants a mask [..., 8, 8] of the whole sequence on each rank, and got one of (1, 1, 4, 4)" in text
+        text = refusal(UnsupportedError, lambda: LastMask().of(tensor_of(Causal()), 12, (3, 0)))
+        assert "leave the window out where the mask has it" in text
         monkeypatch.setattr(general, "MOST_SLICES", 3)
         noise = ~torch.eye(4)[[0, 0, 2, 1, 3, 0]].bool()
         assert "with a mask of 5 slices" in refusal(UnsupportedError, lambda: mask_of_tensor(noise))
@@ -197,6 +199,8 @@ def pack_on(here: Here, given: dict[str, Any], is_batch: bool) -> list[torch.Ten
             mindspeed, "--tokenring-schedule", "ring", reset_attention_mask=True, micro_batch_size=BATCH, **given
         )
         shaped = [x.view(BATCH, -1, HEADS, DIM).transpose(0, 1) if is_batch else x for x in leaves]
+        with pytest.raises(ConfigurationError, match="a call has no packed_seq_params"):
+            core(*shaped, None)
         params = SimpleNamespace(qkv_format="thd", cu_seqlens_q=torch.tensor(bounds), cu_seqlens_kv=None)
         out = core(*shaped, None, None, None, params)
         out = out.transpose(0, 1).reshape(-1, HEADS, DIM) if is_batch else out

@@ -17,7 +17,7 @@ from tokenring.errors import BackendUnavailable, ConfigurationError, Unsupported
 from tokenring.integrations.transformers.attention import attend_layer
 from tokenring.integrations.transformers.batches import BATCH, CutBatch, cut_batch
 from tokenring.integrations.transformers.masks import LayerMask
-from tokenring.integrations.transformers.refusals import check_keywords, check_model
+from tokenring.integrations.transformers.refusals import check_attends, check_keywords, check_model
 from tokenring.integrations.transformers.training import use_tokenring
 
 LENGTH = 13
@@ -269,3 +269,18 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(BackendUnavailable, match="pip install 'transformers>=5"):
         use_tokenring(torch.nn.Linear(2, 2), tr.ContextParallel("self"))
+
+
+def test_other_losses_and_other_attention_are_refused() -> None:
+    """Pooling and means would be of this rank's tokens; so would attention that was exchanged after the first call."""
+    config = SimpleNamespace(model_type="llama", _attn_implementation="ours")
+    given = SimpleNamespace(config=config, set_attn_implementation=None, loss_type="ForCausalLM")
+    check_model(given, False)
+    given.loss_type = "ForSequenceClassification"
+    for any_model in (False, True):
+        with pytest.raises(UnsupportedError, match=r"its loss \(ForSequenceClassification\)"):
+            check_model(given, any_model)
+    check_attends(given, "ours")
+    config._attn_implementation = "sdpa"
+    with pytest.raises(UnsupportedError, match="calls attention 'sdpa', not tokenring's"):
+        check_attends(given, "ours")

@@ -20,6 +20,7 @@ from tokenring.planner.machines.machine import machine_of_preset
 from tokenring.planner.machines.presets import preset
 from tokenring.planner.simulation import predict
 from tokenring.planner.simulation.predict import Setting
+from tokenring.schedule.schedule import Schedule
 from tokenring.schedule.scheme import late_of
 from tokenring.sequence.layout import zigzag
 from tokenring.sequence.mask import Causal, Full, Mask, SlidingWindow
@@ -118,8 +119,13 @@ def test_a_limit_that_one_keeps_to_gives_the_plan_that_it_gave(monkeypatch: pyte
 def test_where_whole_blocks_are_above_pieces_are_looked_at(monkeypatch: pytest.MonkeyPatch, unsimulated: None) -> None:
     """Those of the schedules that need least."""
     seen: list[str] = []
+
+    def noted(base: Schedule, name: str) -> Schedule:
+        seen.append(name)
+        return late_of(base, name)
+
     monkeypatch.setattr(auto, "make_in_order", watched(seen))
-    monkeypatch.setattr(auto, "late_of", lambda base, name: (seen.append(name), late_of(base, name))[1])
+    monkeypatch.setattr(auto, "late_of", noted)
     with pytest.raises(MemoryLimitError):
         plan_or_forecast(call("hgx-h100", 4096))
     assert {name for name in seen if name.startswith("ring/")} >= {"ring/late", "ring/pieces2", "ring/pieces4"}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tokenring.api.attention import prepared
+from tokenring.errors import ConfigurationError
 from tokenring.integrations.megatron import TokenRingAttention
 from tokenring.integrations.megatron.arguments import check_call, check_cut, check_shapes
 from tokenring.integrations.megatron.contexts import Contexts
@@ -83,10 +84,15 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
                 mask = mask_of_call(mask_type, attention_mask, True, self.window)
                 return self._pack(packed_seq_params, mask, q, k, value)
             check_cut(q, self.config)
+            if is_packed(self.config):
+                raise ConfigurationError(
+                    "--reset-attention-mask, and a call has no packed_seq_params, the ends of its documents: keep "
+                    "MindSpeed's patch of the model's forward, or leave the flag out"
+                )
             call = q, k, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
             length = q.shape[0] * self._contexts.ranks
             if is_general(self.config):
-                mask = last.of(attention_mask, length)
+                mask = last.of(attention_mask, length, self.window)
             else:
                 mask = mask_of_call(mask_type, attention_mask, False, self.window)
                 if self._own and self._compares and self._own_stays(mask, q, k, value):

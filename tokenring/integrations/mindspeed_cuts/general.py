@@ -33,8 +33,13 @@ class LastMask:
         self._tensor: torch.Tensor | None = None  # it lives on here: an address alone could be another tensor's by now
         self._mask = Mask()
 
-    def of(self, given: torch.Tensor | None, length: int) -> Mask:
+    def of(self, given: torch.Tensor | None, length: int, window: object = None) -> Mask:
         """Return `mask_of_tensor` of a call's mask, else of the one that MindSpeed keeps. Raises UnsupportedError."""
+        if window is not None:
+            raise UnsupportedError(
+                "a sliding window beside --attention-mask-type general is not supported: leave the window out where "
+                "the mask has it, or use causal masks"
+            )
         if given is None:
             given = import_module("mindspeed.model.transformer").get_attention_mask()
         if not isinstance(given, torch.Tensor) or tuple(given.shape[-2:]) != (length, length):

@@ -25,6 +25,7 @@ WHY = {
     "past_key_values": "a cache holds the tokens of all ranks; for generation take "
     "tokenring.integrations.transformers.serving",
 }
+LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # of base models, and sums over next tokens
 
 
 def check_model(model: Any, any_model: bool) -> None:
@@ -38,11 +39,25 @@ def check_model(model: Any, any_model: bool) -> None:
             f"models of type {kind!r} were not run with tokenring ({', '.join(RUN)} were): compare the gradients of a "
             f"step with those of one process, and say any_model=True"
         )
+    if (loss := getattr(model, "loss_type", None)) not in LOSSES:
+        raise UnsupportedError(
+            f"{type(model).__name__} is not supported: its loss ({loss}) is not the sum over next tokens that ranks "
+            f"can add up; give a model for causal language modelling, or compute the loss from the base model's output"
+        )
     if not getattr(config, "is_causal", True):
         raise UnsupportedError(f"{type(model).__name__} with is_causal=False is not supported: its mask is not causal")
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedError(
             f"{type(model).__name__} with use_bidirectional_attention is not supported: its mask is not causal"
+        )
+
+
+def check_attends(model: Any, name: str) -> None:
+    """Raise UnsupportedError unless the attention of this name is the one that the model calls."""
+    if (now := getattr(model.config, "_attn_implementation", None)) != name:
+        raise UnsupportedError(
+            f"{type(model).__name__} calls attention {now!r}, not tokenring's: it would see this rank's tokens alone; "
+            f"call use_tokenring again after a change, or stop_tokenring; some models cannot change theirs"
         )
 
 

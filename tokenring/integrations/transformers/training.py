@@ -22,7 +22,7 @@ from tokenring.api.inputs import check_context
 from tokenring.errors import ConfigurationError
 from tokenring.integrations.transformers.attention import NAME, register
 from tokenring.integrations.transformers.batches import BATCH, cut_batch
-from tokenring.integrations.transformers.refusals import check_keywords, check_model
+from tokenring.integrations.transformers.refusals import check_attends, check_keywords, check_model
 from tokenring.integrations.transformers.versions import check_version
 
 __all__ = ["Joined", "add_up_gradients", "cut_batch", "stop_tokenring", "use_tokenring"]
@@ -57,6 +57,7 @@ def use_tokenring(
     register()
     before = model.config._attn_implementation  # type: ignore[union-attr]
     model.set_attn_implementation(NAME)  # type: ignore[operator]
+    check_attends(model, NAME)
     calls = _Calls(cp, gradients)
     hooks = (
         model.register_forward_pre_hook(calls.before, with_kwargs=True),
@@ -106,6 +107,7 @@ class _Calls:
     def before(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
         """Cut whole sequences; what `cut_batch` has cut stays as it is."""
         self._cut_here = given.get(BATCH) is None
+        check_attends(model, NAME)
         check_keywords(model.config, given)
         if not self._cut_here:
             return args, given
