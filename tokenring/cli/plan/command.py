@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 
-from tokenring.cli.plan.cached import cached_call, cached_report
+from tokenring.cli.plan.cached import UNUSED, cached_call, cached_report
 from tokenring.cli.plan.layouts import planned_in_layouts
 from tokenring.cli.plan.mask_picture import mask_svg
 from tokenring.cli.plan.options import Asked, ask
@@ -43,7 +43,8 @@ def main(argv: list[str]) -> int:
         check_suffix(f"--{name}", getattr(options, name.replace("-", "_")), *known)
     console = Console(sys.stdout, sys.stderr, os.environ)
     if options.cached is not None:
-        console.say(cached_report(cached_call(options)))
+        given = _parser().parse_args(argv, argparse.Namespace(**dict.fromkeys(UNUSED)))
+        console.say(cached_report(cached_call(options, given)))
         return 0
     if options.tokens != ONE_TOKEN:
         raise ConfigurationError("--tokens are the new tokens over --cached N: say how many are cached, or --seq")
