@@ -31,17 +31,22 @@ def combined(cp: tr.ContextParallel, dtype: torch.dtype = torch.float32, heads: 
     return tr.combine(torch.ones(2, heads, 8), torch.zeros(2, heads, dtype=dtype), cp)
 
 
-def with_another_pool(here: Here) -> str:
-    """Combine after the memory of one rank alone has grown, as programs of ranks may differ in size."""
-    cp = here.cp(transport=here.transport("gloo"))
-    combined(cp)
-    if here.rank == 1:
+def with_another_pool(here: Here, transport: str) -> bool:
+    """Combine beside attention, after the memory of one rank alone has grown, as programs of ranks differ in size."""
+    cp = here.cp(transport=here.transport(transport), schedule="ring")
+    found = [combined(cp)]
+    if here.rank == 1 and transport == "gloo":  # that of shm grows at all ranks together
         cp.pool(torch.device("cpu")).reserve(1 << 20)
-    return said_by(lambda: combined(cp))
+    found.append(combined(cp))
+    x = torch.ones(1, 64, 2, 8)
+    tr.attention(x, x, x, cp, is_causal=True)
+    found.append(combined(cp))
+    return all(torch.equal(each, found[0]) for each in found)
 
 
-def test_ranks_agree_alike_whatever_their_memory(ranks: RankPools) -> None:
-    assert ranks(2)(with_another_pool) == ["", ""]
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_ranks_agree_alike_whatever_their_memory(transport: str, ranks: RankPools) -> None:
+    assert all(ranks(2)(with_another_pool, transport))
 
 
 def refused_at(here: Here, time: int) -> tuple[str, str]:
@@ -309,10 +314,36 @@ def test_a_closed_cache_says_so(what: str) -> None:
     assert cache.length == cache.nbytes == 0
 
 
+def test_a_cache_closed_in_a_step_says_so() -> None:
+    cache = tr.KVCache(tr.ContextParallel("self"), **SIZES)
+    with pytest.raises(tr.ConfigurationError, match="this KVCache was closed"), cache.step(1):
+        cache.close()
+        call(cache)
+
+
+def test_steps_are_counted_as_they_begin() -> None:
+    cache = tr.KVCache(tr.ContextParallel("self"), **{**SIZES, "layers": 1})
+    first, second = cache.step(1), cache.step(1)
+    for number, step in ((1, second), (2, first), (3, first)):
+        with step:
+            call(cache)
+        assert step.number == cache.steps == number
+
+
+def test_a_read_stands_where_the_next_token_will() -> None:
+    windowed, newest = (tr.KVCache(tr.ContextParallel("self"), **{**SIZES, "layers": 1}, window=w) for w in (3, None))
+    q, k, v = new_tokens(5)
+    tr.cached_attention(q, k, v, windowed, 0)
+    tr.cached_attention(q[:, 3:], k[:, 3:], v[:, 3:], newest, 0)
+    out = tr.cached_attention(q[:, :1], None, None, windowed, 0)
+    torch.testing.assert_close(out, tr.cached_attention(q[:, :1], None, None, newest, 0))
+
+
 WRONG: dict[str, tuple[str, Callable[[tr.KVCache], object]]] = {
     "rows": ("wants a tensor of row numbers", lambda c: c.reorder([0])),  # type: ignore[arg-type]
     "starts": ("give the first token of each row", lambda c: c.reset(3)),  # type: ignore[arg-type]
     "layer": ("layer='0': the cache has layers", lambda c: call(c, "0")),  # type: ignore[arg-type]
+    "device": ("device='gpu'; give one", lambda c: tr.KVCache(c.cp, **SIZES, device="gpu")),
     "layer of positions": ("layer=2: the cache has layers", lambda c: c.positions(2)),
     "ids": ("token_ids are in torch.float32", lambda c: c.step(torch.ones(1, 1)).__enter__()),
 }

@@ -183,7 +183,9 @@ def test_a_cache_that_nobody_gets_is_refused() -> None:
         assert cache.get_seq_length() == 27
         with pytest.raises(tr.ConfigurationError, match=r"crop\(3\): give how many tokens to remove"):
             cache.crop(3)
-    serving.close()
+        serving.close()
+        with pytest.raises(tr.ConfigurationError, match="its model is not served any more"):
+            model(ids, past_key_values=cache)
 
 
 def test_a_model_is_served_once_and_given_back_as_it_was() -> None:

@@ -68,6 +68,7 @@ def _check_query(q: torch.Tensor, cache: CacheMemory, layer: int, step: ModelSte
     """Raise ConfigurationError unless q and the layer fit the cache and its step."""
     if not isinstance(q, torch.Tensor):
         raise ConfigurationError(f"q is of type {type(q).__name__}; give a tensor [B, T, H, D]")
+    cache.check_open()
     at = as_integer(layer)
     if at is None or not 0 <= at < cache.layers:
         raise ConfigurationError(f"layer={layer!r}: the cache has layers 0 to {cache.layers - 1}")

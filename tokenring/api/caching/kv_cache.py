@@ -66,7 +66,10 @@ class KVCache(CacheMemory, Standing):
         if dtype not in DTYPES:
             raise UnsupportedError(f"a cache of {dtype} is not supported: use float32, bfloat16 or float16")
         room = Room(world, _size("page", page), total, total // world)
-        where = torch.device("cpu" if device is None else device)
+        try:
+            where = torch.device("cpu" if device is None else device)
+        except (RuntimeError, TypeError):
+            raise ConfigurationError(f"KVCache: device={device!r}; give one that torch knows, as 'cuda'") from None
         sizes = count, _size("batch", batch), _size("kv_heads", kv_heads), widths
         super().__init__(cp, *sizes, room, dtype, where, _windows(window, count), starts)
 

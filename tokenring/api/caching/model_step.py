@@ -43,6 +43,7 @@ class ModelStep:
     def __enter__(self) -> ModelStep:
         """Agree with all ranks. Raises ConfigurationError, on all of them, and PeerLost."""
         cache = self.cache
+        self.number = cache.steps + 1
         with cache.cp.turn:
             with refusing(cache.cp, "forward", cache.device):
                 self._check()

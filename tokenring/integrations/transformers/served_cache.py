@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,12 @@ class ServedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what is new, as it is."""
+        """Return what is new, as it is. Raises ConfigurationError where nothing appends it any more."""
+        if not self.cache.is_served():
+            raise ConfigurationError(
+                "this cache lies over ranks, and its model is not served any more: use it before the handle of "
+                "serve_with_tokenring closes, or give the model another cache"
+            )
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -50,15 +55,17 @@ class ServedLayer(CacheLayerMixin):  # type: ignore[misc]
 class ServedCache(Cache):  # type: ignore[misc]
     """A KVCache as transformers knows caches; its memory is made at the first step, for the batch of that.
 
-    made: the KVCache, None before. capacity: tokens of a sequence over all ranks.
+    made: the KVCache, None before. capacity: tokens of a sequence over all ranks. is_served: if its model still is.
     """
 
     def __init__(
-        self, cp: ContextParallel, sizes: dict[str, Any], windows: Sequence[int | None], capacity: int, page: int
-    ) -> None:
+        self, cp: ContextParallel, sizes: dict[str, Any], windows: Sequence[int | None], capacity: int, page: int,
+        is_served: Callable[[], bool],
+    ) -> None:  # fmt: skip
         super().__init__(layers=[ServedLayer(self, layer) for layer in range(len(windows))])
         self.cp, self.windows, self.capacity, self.page, self._sizes = cp, windows, capacity, page, sizes
         self.made: KVCache | None = None
+        self.is_served = is_served
 
     def of_batch(self, batch: int, starts: torch.Tensor | None) -> KVCache:
         """Return the KVCache for so many rows, with this padding. Raises ConfigurationError where it is for others."""

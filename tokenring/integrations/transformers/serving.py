@@ -127,7 +127,7 @@ class Serving:
             "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             "head_dim": width, "dtype": self.model.dtype, "device": self.model.device,
         }  # fmt: skip
-        return ServedCache(self.cp, sizes, self._windows, capacity, self._page)
+        return ServedCache(self.cp, sizes, self._windows, capacity, self._page, lambda: self._before is not None)
 
     def _attentions(self) -> list[Any]:
         return [each for each in self._decoder.modules() if hasattr(each, "layer_idx")]  # type: ignore[union-attr]
