@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tokenring.api.attention import attend
-from tokenring.api.caching.checks import Form, agree_on_form, checked_call
+from tokenring.api.caching.checks import CallForm, agree_on_form, checked_call
 from tokenring.api.caching.filling import Runs, runs_of
 from tokenring.api.caching.memory import CacheMemory, Home
 from tokenring.api.caching.model_step import ModelStep
@@ -40,7 +40,7 @@ def attended(
         agree_on_form(form, cache, layer, step, q.shape[1] if k is None else None)
         return _call(q, k, v, cache, layer, step, form, wants_lse)
 
-    made: list[Form] = []
+    made: list[CallForm] = []
 
     def check(step: ModelStep) -> dict[str, object]:
         made.append(checked_call(q, k, v, cache, layer, step, scale))
@@ -79,7 +79,7 @@ def _short(
 
 def _call(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, cache: CacheMemory, layer: int, step: ModelStep,
-    form: Form, wants_lse: bool,
+    form: CallForm, wants_lse: bool,
 ) -> Made:  # fmt: skip
     scale = form.scale
     if k is None or v is None:

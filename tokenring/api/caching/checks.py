@@ -15,7 +15,7 @@ from tokenring.runtime.bound_kernel import checked_scale
 from tokenring.sequence.layout import as_integer
 
 
-class Form(NamedTuple):
+class CallForm(NamedTuple):
     """The query heads of a layer's calls, and their scale: the same in all calls of a layer in steps, on all ranks."""
 
     heads: int
@@ -30,7 +30,7 @@ class Form(NamedTuple):
 def checked_call(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, cache: CacheMemory, layer: int, step: ModelStep,
     scale: float | None,
-) -> Form:  # fmt: skip
+) -> CallForm:  # fmt: skip
     """Return the form of a call. Raises ConfigurationError unless it fits the cache and its step."""
     if (k is None) != (v is None):
         raise ConfigurationError("cached_attention: give both k and v, or neither to read only")
@@ -42,10 +42,10 @@ def checked_call(
             f"a read in step {step.number}, whose rows are each rank's own: reading is for rows that every rank has"
             f"; give k and v, or read in a step of q_home='all'"
         )
-    return Form(q.shape[2], checked_scale(scale, q.shape[-1]))
+    return CallForm(q.shape[2], checked_scale(scale, q.shape[-1]))
 
 
-def agree_on_form(form: Form, cache: CacheMemory, layer: int, step: ModelStep, reads: int | None) -> None:
+def agree_on_form(form: CallForm, cache: CacheMemory, layer: int, step: ModelStep, reads: int | None) -> None:
     """Agree on the form of a layer at its first call in a step, and on each read. reads: the rows of a read.
 
     Raises Disagreement, on all ranks, before anything moves; ConfigurationError for another form than a layer has.

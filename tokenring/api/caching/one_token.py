@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenring.api.caching.checks import Form
+from tokenring.api.caching.checks import CallForm
 from tokenring.api.caching.filling import Filled
 from tokenring.api.caching.memory import CacheMemory
 from tokenring.api.caching.model_step import ModelStep
@@ -28,7 +28,7 @@ class OneToken:
     def __init__(
         self, cache: CacheMemory, filled: Filled, exchange: PartialExchange, q: torch.Tensor, scale: float | None
     ) -> None:
-        self.form, self._given = Form(q.shape[2], checked_scale(scale, q.shape[3])), scale
+        self.form, self._given = CallForm(q.shape[2], checked_scale(scale, q.shape[3])), scale
         self._scale = self.form.scale
         self._filled, self._after = filled, filled.after(1, cache.room).filled
         at = filled.open  # of all layers at once, which takes less than layer by layer
