@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from hf_families import FAMILIES, KINDS, alone, gradients, largest_error, make_batch, make_model, need, split
-from ranks import RankPools
+from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.integrations.transformers import attention as ours
 from tokenring.integrations.transformers import masks
 from tokenring.integrations.transformers.masks import LayerMask, read_mask_function
-from tokenring.integrations.transformers.training import stop_tokenring, use_tokenring
+from tokenring.integrations.transformers.training import cut_batch, stop_tokenring, use_tokenring
 from tokenring.integrations.transformers.versions import asked, check_version
 
 need()
@@ -106,20 +106,25 @@ def test_calls_of_every_form() -> None:
     stop_tokenring(model)
 
 
-def mean_factor(here: Any) -> float:
-    """By how much gradients="mean" multiplies the gradients of "sum"."""
+def mean_factor(here: Here, cut_first: bool) -> tuple[float, float]:
+    """By how much gradients="mean" multiplies the gradients of "sum", and the loss."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = []
+        found, losses = [], []
         for joined in ("sum", "mean"):
-            model = make_model("llama")
-            use_tokenring(model, here.cp(), gradients=joined)(**make_batch("dense")).loss.backward()
+            model, cp, batch = make_model("llama"), here.cp(), make_batch("dense")
+            use_tokenring(model, cp, gradients=joined)
+            loss = model(**cut_batch(batch, cp) if cut_first else batch).loss
+            loss.backward()
             found.append(gradients(model)["lm_head.weight"].norm())
-    return float(found[1] / found[0])
+            losses.append(loss.item())
+    return float(found[1] / found[0]), losses[1] / losses[0]
 
 
-def test_gradients_for_ddp(ranks: RankPools) -> None:
-    assert ranks(2)(mean_factor) == pytest.approx([2.0, 2.0])
+@pytest.mark.parametrize("cut_first", [False, True])
+def test_gradients_for_ddp(cut_first: bool, ranks: RankPools) -> None:
+    for gradient, loss in ranks(2)(mean_factor, cut_first):
+        assert gradient == pytest.approx(2.0) and loss == pytest.approx(1.0)
 
 
 # ---------- refusals
