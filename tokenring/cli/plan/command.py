@@ -43,12 +43,7 @@ def main(argv: list[str]) -> int:
         check_suffix(f"--{name}", getattr(options, name.replace("-", "_")), *known)
     console = Console(sys.stdout, sys.stderr, os.environ)
     if options.cached is not None:
-        call = cached_call(options)
-        if options.json:
-            console.data(cached_json(call))
-        else:
-            console.say(cached_report(call))
-        return 0
+        return _cached(options, console)
     if options.tokens != ONE_TOKEN:
         raise ConfigurationError(
             f"--tokens {options.tokens} are new tokens over a cache: say how many are cached with --cached N; for a "
@@ -90,6 +85,16 @@ def main(argv: list[str]) -> int:
         _draw_mask(options.mask_svg, asked)
     if options.timeline is not None:
         _timeline(options.timeline, plan.candidates[0].name, asked.call.in_mode(plan.transport))
+    return 0
+
+
+def _cached(options: argparse.Namespace, console: Console) -> int:
+    """Print how new tokens attend to a cache."""
+    call = cached_call(options)
+    if options.json:
+        console.data(cached_json(call))
+    else:
+        console.say(cached_report(call))
     return 0
 
 
