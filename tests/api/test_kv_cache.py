@@ -124,6 +124,8 @@ def test_it_says_what_it_is() -> None:
     assert repr(cache) == "KVCache(5 of 64 tokens, 5 of them at rank 0 of 1, 2 layers, 17408 bytes)"
     assert cache.nbytes == 2 * 2 * 2 * 8 * 4 * (64 + 4)
     assert "filled" not in dir(cache) and "crop" in dir(cache)
+    cache.close()
+    assert repr(cache).endswith(" 0 bytes, closed)")
 
 
 def decoded(here: Here, short: bool) -> tuple[torch.Tensor, int]:

@@ -96,14 +96,14 @@ def test_fewest() -> None:
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(H100) == 0
     said = capsys.readouterr().out
-    assert "1 new tokens over 131,072 cached, 64:8 heads × 128, bfloat16" in said
+    assert "1 new token over 131,072 cached, 64:8 heads × 128, bfloat16" in said
     assert re.search(r"one-shot: 1\.\d\d × as fast as direct-q", said)
     assert "* to compare" in said and "8 ranks are faster than one from" in said
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [(["--json"], "--json is for a plan of training"), (["--tokens", "0"], "--tokens"),
+    [(["--save", "a.json"], "--save is for a plan of training"), (["--tokens", "0"], "--tokens"),
      (["--layout", "zigzag"], "--layout is for a plan of training")],
 )  # fmt: skip
 def test_options_that_do_not_go_with_it(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,8 +91,8 @@ class ContextParallel(Standing):
     """
 
     _internal = frozenset((
-        "active_trace", "agreed_plan", "check_open", "cuts", "executor", "handle", "kernel", "layout_for", "lengths",
-        "made_transport", "plan", "pool", "speaker", "transport_for", "turn",
+        "active_trace", "agreed_plan", "check_open", "closed", "cuts", "executor", "handle", "kernel", "layout_for",
+        "lengths", "made_transport", "plan", "pool", "speaker", "transport_for", "turn",
     ))  # fmt: skip
 
     def __init__(
@@ -138,6 +138,11 @@ class ContextParallel(Standing):
         names = [each if isinstance(each, str) else each.name for each in (self.schedule, self.layout)]
         state = ", closed" if self._closed else ""
         return f"ContextParallel(schedule {names[0]}, layout {names[1]}, rank {self.rank} of {self.world_size}{state})"
+
+    @property
+    def closed(self) -> bool:
+        """Say whether `close` was called."""
+        return self._closed
 
     def close(self) -> None:
         """Give back the buffers, and the transport if it was made here; attention then raises ConfigurationError.

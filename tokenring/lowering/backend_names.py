@@ -43,7 +43,9 @@ PLANNED_WITH = "cpu-flash"  # the kernel whose cuts count where a schedule is me
 def load(kind: str, name: str, known: dict[str, str]) -> Any:
     """Import the class that a transport or kernel name stands for. Raises ConfigurationError for an unknown name."""
     if name not in known:
-        raise ConfigurationError(f"unknown {kind} {name!r}; choose one of auto, {', '.join(known)}")
+        from tokenring.nearest import hint
+
+        raise ConfigurationError(f"unknown {kind} {name!r}; choose one of auto, {', '.join(known)}{hint(name, known)}")
     module, _, attribute = known[name].partition(":")
     return getattr(import_module(module), attribute)
 
