@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import torch
 
+from tokenring.api.caching.checks import Form
 from tokenring.api.caching.filling import Filled
 from tokenring.api.caching.memory import CacheMemory
 from tokenring.api.caching.model_step import ModelStep
 from tokenring.backends.merging.all_at_once import merge_all, merge_outs
-from tokenring.runtime.partials import PartialExchange, Rows
+from tokenring.runtime.bound_kernel import checked_scale
+from tokenring.runtime.partials import PartialExchange, Rows, wait_for
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -19,10 +21,17 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 class OneToken:
     """A step of one token, for layers that hold the same as the one that it was made for."""
 
-    __slots__ = ("_after", "_at", "_cache", "_exchange", "_groups", "_local", "_mine", "_sealed", "filled", "key")
+    __slots__ = (
+        "_after", "_at", "_cache", "_exchange", "_filled", "_given", "_groups", "_local", "_mine", "_scale", "_sealed",
+        "form", "key",
+    )  # fmt: skip
 
-    def __init__(self, cache: CacheMemory, filled: Filled, exchange: PartialExchange, q: torch.Tensor) -> None:
-        self.filled, self._after, self._at = filled, filled.after(1, cache.room).filled, filled.open
+    def __init__(
+        self, cache: CacheMemory, filled: Filled, exchange: PartialExchange, q: torch.Tensor, scale: float | None
+    ) -> None:
+        self.form, self._given = Form(q.shape[2], checked_scale(scale, q.shape[3])), scale
+        self._scale = self.form.scale
+        self._filled, self._after, self._at = filled, filled.after(1, cache.room).filled, filled.open
         self._sealed, self._cache, self._exchange = filled.counts[cache.cp.rank], cache, exchange
         batch, heads = q.shape[0], q.shape[2]
         self._groups = batch, cache.kv_heads, heads // cache.kv_heads, cache.head_dim
@@ -34,11 +43,15 @@ class OneToken:
         of_kv = torch.Size((batch, 1, cache.kv_heads, cache.head_dim))
         self.key = q.shape, of_kv, of_kv, cache.dtype, cache.dtype, cache.dtype
 
+    def serves(self, filled: Filled, scale: float | None) -> bool:
+        """Tell whether it is for layers that hold this, and still lies in memory that is used."""
+        return self._filled is filled and self._given == scale and self._exchange.usable
+
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float, wants_lse: bool, number: int
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, wants_lse: bool, number: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return out [B, H, 1, D] and, if wanted, lse [B, H, 1], in fp32; k and v are appended."""
-        cache, exchange, at, sealed = self._cache, self._exchange, self._at, self._sealed
+        cache, exchange, at, sealed, scale = self._cache, self._exchange, self._at, self._sealed, self._scale
         label = f"partial results of layer {layer} in step {number}"
         received = exchange.partials.receive(label)
         q = q.view(self._groups)  # the query heads of a kv head as its rows
@@ -54,17 +67,17 @@ class OneToken:
         out, lse = FLASH(q, keys, values, 0.0, False, scale=scale)
         self._local[0].copy_(out)
         self._local[1].copy_(lse)
-        for each in received:
-            each.wait()
-        for each in sent:
-            each.wait()
+        wait_for(received)
+        wait_for(sent)
         cache.filled[layer] = self._after
         if wants_lse:
             return merge_all(exchange.made.outs, exchange.made.lses)
         return merge_outs(exchange.made.outs, exchange.made.lses), None
 
 
-def one_token(q: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep) -> OneToken | None:
+def one_token(
+    q: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep, scale: float | None
+) -> OneToken | None:
     """Return the short way for a call of this size; None: it goes the long way.
 
     Nothing in it depends on what the tensors hold, so that all ranks go the same way.
@@ -82,4 +95,4 @@ def one_token(q: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep) 
         return None
     rows = Rows(q.shape[0], q.shape[2], 1, cache.value_dim, cache.dtype)
     exchange = cache.exchange("all", rows)
-    return None if exchange.placed else OneToken(cache, filled, exchange, q)
+    return None if exchange.placed else OneToken(cache, filled, exchange, q, scale)
