@@ -92,7 +92,7 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
             call = q, k, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
             length = q.shape[0] * self._contexts.ranks
             if is_general(self.config):
-                mask = last.of(attention_mask, length, self.window)
+                mask = last.of(attention_mask, length, self.window, self.config)
             else:
                 mask = mask_of_call(mask_type, attention_mask, False, self.window)
                 if self._own and self._compares and self._own_stays(mask, q, k, value):

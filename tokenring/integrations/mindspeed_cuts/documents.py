@@ -39,10 +39,11 @@ def ends_of_whole(params: Any, rank: int, ranks: int, tokens: int) -> tuple[int,
 
 def _ends(params: Any, most: int, whose: str) -> tuple[int, ...]:
     ends = (0, *(int(end) for end in params.cu_seqlens_q.tolist()))
-    if any(a > b for a, b in pairwise(ends)) or ends[-1] > most:
+    if any(a > b for a, b in pairwise(ends)) or ends[-1] != most:
+        shown = ", ".join(map(str, ends[1:] if len(ends) < 10 else (*ends[1:8], "...", ends[-1])))
         raise ConfigurationError(
-            f"packed documents end at {', '.join(map(str, ends[1:9]))}: ends must rise to {most} at most, {whose}; "
-            f"keep MindSpeed's patches of get_batch_on_this_tp_rank and of GPTModel.forward"
+            f"packed documents end at {shown}: ends must rise to {most}, {whose}; keep MindSpeed's patches of "
+            f"get_batch_on_this_tp_rank and of GPTModel.forward"
         )
     return ends
 

@@ -13,15 +13,15 @@ from tokenring.integrations.transformers.masks import LayerMask, layer_mask
 from tokenring.integrations.transformers.refusals import check_attention
 from tokenring.runtime.agreement import refusing
 
-NAME = "tokenring_training"  # as config._attn_implementation has it
+ATTENTION_NAME = "tokenring_training"  # as config._attn_implementation has it
 
 
 def register() -> None:
-    """Make the attention function and its masks known to transformers, by NAME."""
+    """Make the attention function and its masks known to transformers, by ATTENTION_NAME."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attend_layer)
-    AttentionMaskInterface.register(NAME, layer_mask)
+    AttentionInterface.register(ATTENTION_NAME, attend_layer)
+    AttentionMaskInterface.register(ATTENTION_NAME, layer_mask)
 
 
 def attend_layer(

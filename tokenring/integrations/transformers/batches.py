@@ -48,7 +48,7 @@ class CutBatch:
     def mask_of(self, layer: LayerMask) -> Mask:
         """Return the mask of a layer over the whole sequence."""
         if layer not in self.masks:
-            self.masks[layer] = layer.within((0, self.length) if self.bounds is None and layer.chunk else self.bounds)
+            self.masks[layer] = layer.within(self.bounds, self.length)
         return self.masks[layer]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutBatch:
