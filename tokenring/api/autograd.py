@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Refused(NamedTuple):
-    """What errors say of the derivatives and transforms that a call does not have."""
+    """Texts of errors about the derivatives and transforms that a call does not have."""
 
     second: str
     forward_mode: str

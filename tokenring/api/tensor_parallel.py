@@ -12,7 +12,6 @@ from tokenring.api.context import TIMEOUT_SECONDS, ContextParallel
 from tokenring.api.standing import Standing
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import Pass
-from tokenring.nearest import hint
 from tokenring.runtime.agreement import Description, agree, beginning, refusing
 from tokenring.runtime.call import ActiveCall
 from tokenring.schedule.names import make_schedule
@@ -256,6 +255,8 @@ class TensorParallel(Standing):
 
     def _check_planned(self, operator: object, tokens: int, features: int, width: int, dtype: object) -> None:
         if operator not in PLANNED:
+            from tokenring.nearest import hint
+
             raise ConfigurationError(
                 f"plan was asked for operator {operator!r}; use one of {', '.join(PLANNED)}{hint(operator, PLANNED)}"
             )
