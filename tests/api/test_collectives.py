@@ -10,8 +10,6 @@ import torch
 from ranks import Here, RankPools
 
 import tokenring as tr
-from tokenring.planner.choosing.linear import choose
-from tokenring.planner.interconnects.interconnect import full_mesh, ring
 
 SHAPES = ((7,), (3, 5), (64, 33), ())
 
@@ -58,17 +56,20 @@ def test_all_reduce(ranks: RankPools, world: int, schedule: str, dtype: torch.dt
                    for rank, (_, sent) in enumerate(parts))
 
 
-def scattered(here: Here) -> tuple[torch.Tensor, torch.Tensor]:
+def scattered(here: Here, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     assert here.base.transport is not None
     with tr.TensorParallel(schedule="direct-q/pieces4", transport=here.base.transport) as tp:
-        return tr.reduce_scatter(values(here.rank, 8, 5), tp), tr.all_gather(values(here.rank, 4, 5), tp)
+        return tr.reduce_scatter(values(here.rank, 2 * rows, 5), tp), tr.all_gather(values(here.rank, rows, 5), tp)
 
 
-def test_reduce_scatter_and_all_gather(ranks: RankPools) -> None:
-    parts = ranks(2)(scattered)
-    torch.testing.assert_close(torch.cat([part[0] for part in parts]), values(0, 8, 5) + values(1, 8, 5))
+@pytest.mark.parametrize("rows", (4, 3, 1))
+def test_reduce_scatter_and_all_gather(ranks: RankPools, rows: int) -> None:
+    """Also of parts that the pieces do not divide."""
+    parts = ranks(2)(scattered, rows)
+    wanted = values(0, 2 * rows, 5) + values(1, 2 * rows, 5)
+    torch.testing.assert_close(torch.cat([part[0] for part in parts]), wanted)
     for _, gathered in parts:
-        assert gathered.equal(torch.cat([values(0, 4, 5), values(1, 4, 5)]))
+        assert gathered.equal(torch.cat([values(0, rows, 5), values(1, rows, 5)]))
 
 
 REFUSED: dict[str, Callable[[tr.TensorParallel], Any]] = {
@@ -103,15 +104,4 @@ def other_length(here: Here) -> str:
 
 
 def test_ranks_that_differ(ranks: RankPools) -> None:
-    assert all("width: rank 0: 2; rank 1: 4" in text for text in ranks(2)(other_length))
-
-
-def test_the_choice_follows_topology_and_sizes() -> None:
-    """On a ring X goes round, on a mesh straight; tokens stay where they are more than features are wide."""
-    layer = tr.Workload(1, 8192, 8192, 1, 1, 4096, torch.bfloat16)
-    assert choose("column", layer, 8, "weights", ring(8, 0.02)) == "tokenring"
-    assert choose("column", layer, 8, "weights", full_mesh(8, 0.02)).startswith("direct-q")
-    many = tr.Workload(1, 1 << 20, 4096, 1, 1, 4096, torch.bfloat16)
-    assert choose("row", many, 4, "either", full_mesh(4, 0.01)).startswith("direct-kv")
-    with pytest.raises(tr.ConfigurationError, match="has 4 ranks, the group has 8"):
-        choose("column", layer, 8, "weights", ring(4, 1.0))
+    assert all("shape: rank 0: [4]; rank 1: [8]" in text for text in ranks(2)(other_length))

@@ -39,7 +39,7 @@ class TileOperator:
 
     carries: what a block carries in a pass; a kind that is not there does not move. home: the kinds of results, which
     are reduced at the owner of their unit. pairs: tensors with an element, or a row, for each (row, column) pair; they
-    lie where their tile is computed. writes: those of them that a pass makes. merge: of forward; gradients are added.
+    lie where their tile is computed. merge: of forward; gradients are added.
     flops: of a pair, for each element of head_dim and of value_dim.
     """
 
@@ -49,7 +49,6 @@ class TileOperator:
     merge: Literal["log-sum-exp", "sum"]
     flops: Mapping[Pass, tuple[int, int]]
     pairs: Mapping[Pass, tuple[str, ...]] | None = None
-    writes: Mapping[Pass, tuple[str, ...]] | None = None
 
     def __hash__(self) -> int:
         return hash(self.name)

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from tokenring.errors import ConfigurationError
-from tokenring.ir.schedule_data import Pass
+from tokenring.ir.schedule_data import ATTENTION, Pass, TileOperator
 from tokenring.lowering.footprint import flops_per_pair
 from tokenring.lowering.target import Target
 from tokenring.sequence.region import Patch
@@ -60,10 +60,17 @@ class Rates:
         return interpolate(samples, side)
 
     def kernel_seconds(
-        self, patch: Patch, heads: int, head_dim: int, batch: int, direction: Pass, value_dim: int | None = None
+        self,
+        patch: Patch,
+        heads: int,
+        head_dim: int,
+        batch: int,
+        direction: Pass,
+        value_dim: int | None = None,
+        operator: TileOperator = ATTENTION,
     ) -> float:
         """Return the seconds of one kernel call on a patch with `heads` query heads. value_dim None: as head_dim."""
-        a_pair = flops_per_pair(direction, head_dim, head_dim if value_dim is None else value_dim)
+        a_pair = flops_per_pair(direction, head_dim, head_dim if value_dim is None else value_dim, operator)
         flops = a_pair * batch * heads * patch.pairs()
         rate = self.tflops(direction, min(patch.rows, patch.cols))
         return self.call_seconds + flops / (rate * 1e12)
