@@ -56,6 +56,20 @@ def test_all_reduce(ranks: RankPools, world: int, schedule: str, dtype: torch.dt
                    for rank, (_, sent) in enumerate(parts))
 
 
+def in_bf16(here: Here, partials: torch.dtype | None) -> torch.Tensor:
+    assert here.base.transport is not None
+    with tr.TensorParallel(partials=partials, transport=here.base.transport) as tp:
+        return tr.all_reduce(values(here.rank, 4096, dtype=torch.bfloat16), tp)
+
+
+def test_sums_are_rounded_once(ranks: RankPools) -> None:
+    """Of bf16: the exact sum in that dtype, to the bit. Parts that go straight home are the tensors themselves."""
+    wanted = sum(values(rank, 4096, dtype=torch.bfloat16).double() for rank in range(3))
+    assert isinstance(wanted, torch.Tensor)
+    assert all(made.equal(wanted.bfloat16()) for made in ranks(3)(in_bf16, torch.float32))
+    assert all(made.equal(wanted.bfloat16()) for made in ranks(3)(in_bf16, None))
+
+
 def scattered(here: Here, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     assert here.base.transport is not None
     with tr.TensorParallel(schedule="direct-q/pieces4", transport=here.base.transport) as tp:

@@ -12,6 +12,7 @@ from oracle import relative_error
 from ranks import Here, RankPools
 
 import tokenring as tr
+from tokenring.api.tensor_parallel import WIDE
 from tokenring.backends.interfaces import Transport
 from tokenring.ir.operators import OPERATORS
 from tokenring.ir.schedule_data import PASSES, Pass
@@ -95,13 +96,15 @@ def as_on_the_wire(of: Given, world: int) -> dict[str, torch.Tensor]:
     }
 
 
-def layers(here: Here, name: str, sizes: Sizes, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Sent]:
+def layers(
+    here: Here, name: str, sizes: Sizes, dtype: torch.dtype, partials: torch.dtype | None = None
+) -> tuple[dict[str, torch.Tensor], Sent]:
     """Both layers and both passes at one rank: its parts of the results, and its bytes."""
     of, transport = given(sizes, dtype), here.base.transport
     options: dict[str, Any] = {} if transport is None else {"transport": transport}
     sent: Sent = {}
     counter: dict[int, int] = {} if transport is None else transport.sent_bytes
-    with tr.TensorParallel(schedule=name, **options) as tp:
+    with tr.TensorParallel(schedule=name, partials=partials, **options) as tp:
         x = of.x.chunk(here.world_size, 1)[here.rank].contiguous().requires_grad_()
         w1, w2 = tp.shard(of.w1).requires_grad_(), tp.shard(of.w2, 1).requires_grad_()
         counter.clear()
@@ -145,10 +148,23 @@ def test_exact(ranks: RankPools, world: int, name: str, dtype: torch.dtype) -> N
     check_bytes(world, name, dtype, [sent for _, sent in parts])
 
 
-def check_bytes(world: int, name: str, dtype: torch.dtype, sent: list[Sent]) -> None:
+@pytest.mark.parametrize(("world", "name"), [each for each in POINTS if each[0] > 1])
+def test_parts_in_fp32_leave_the_error_of_one_device(ranks: RankPools, world: int, name: str) -> None:
+    """In bf16, both layers and passes: at most 1.1 times that of the unsplit products."""
+    of = given(SIZES, torch.bfloat16)
+    wanted = unsplit(of, torch.float64)
+    parts = ranks(world)(layers, name, SIZES, torch.bfloat16, torch.float32)
+    found, alone = errors(joined([part for part, _ in parts]), wanted), errors(unsplit(of, torch.bfloat16), wanted)
+    assert not {each: (found[each], alone[each]) for each in NAMES if not found[each] <= 1.1 * alone[each]}
+    check_bytes(world, name, torch.bfloat16, [sent for _, sent in parts], WIDE)
+
+
+def check_bytes(
+    world: int, name: str, dtype: torch.dtype, sent: list[Sent], codecs: tuple[tuple[str, str], ...] = ()
+) -> None:
     for operator in ("column", "row"):
         rows, size = SIZES.batch * SIZES.tokens, (SIZES.features, SIZES.width)
-        schedule = schedule_of(operator, world, name, rows)
+        schedule = schedule_of(operator, world, name, rows).replace(codecs=codecs)
         workload = tr.Workload(1, rows, size[0], 1, 1, size[1], dtype)
         for direction in PASSES:
             counted = {
@@ -254,6 +270,7 @@ def test_options_are_checked() -> None:
         ({"schedule": "rings"}, "unknown schedule"),
         ({"schedule": "tiles/2x2"}, "2 × 2 is not 1"),
         ({"schedule": 3}, "give a name"),
+        ({"partials": torch.bfloat16}, "use torch.float32"),
     )
     for options, says in cases:
         with pytest.raises(tr.ConfigurationError, match=says):

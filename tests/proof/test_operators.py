@@ -28,6 +28,7 @@ NAMES = (
     "tiles/2x2", "double-ring/2", "relay/2", "relay-q/2", "reduced/2", "mesh-q/2x2",
 )  # fmt: skip
 LINEAR = (COLUMN, ROW)
+WIDE = (("kv_partial", "fp32"), ("q_partial", "fp32"))
 HALVES = (COLUMN_DX, COLUMN_DW, ROW_DC, ROW_DW)
 
 
@@ -40,6 +41,22 @@ def made(name: str, operator: TileOperator, ranks: int = 4, rows: int = 8, colum
 @pytest.mark.parametrize("name", NAMES)
 def test_proved(name: str, operator: TileOperator) -> None:
     made(name, operator).verify()
+
+
+@pytest.mark.parametrize("operator", LINEAR, ids=lambda each: each.name)
+@pytest.mark.parametrize("name", NAMES)
+def test_partials_in_fp32(name: str, operator: TileOperator) -> None:
+    """Twice the bytes of what goes home, of what is not added to on its way; nothing else changes."""
+    plain, size = made(name, operator), Workload(1, 32, 32, 1, 1, 16, torch.bfloat16)
+    wide = plain.replace(codecs=WIDE).verify()
+    assert Schedule.parse(str(wide)) == wide == Schedule.from_json(wide.to_json())
+    partials = [move for move in plain.moves if move.block.kind.endswith("partial")]
+    assert all(wide.in_full_precision(move) for move in partials)
+    for direction in PASSES:
+        home = operator.home[direction]
+        narrow = sum(8 for move in partials if move.block.kind in home and not plain.in_full_precision(move))
+        more = sum(wide.link_bytes(size, direction).values()) - sum(plain.link_bytes(size, direction).values())
+        assert more == narrow * 16 * 2 // max(plain.q_pieces, plain.kv_pieces)
 
 
 @pytest.mark.parametrize("operator", HALVES, ids=lambda each: each.name)
@@ -112,6 +129,9 @@ REFUSED: dict[str, Callable[[Schedule], Schedule]] = {
     "head groups": lambda made: made.replace(head_groups=2),
     "nothing is kept": lambda made: made.replace(keep=frozenset({"kv"})),
     "codecs": lambda made: made.replace(codecs=(("q", "bf16"),)),
+    "codecs are for q and kv": lambda made: made.replace(codecs=(("q_partial", "bf16"),)),
+    "keep and codecs are for q": lambda made: made.replace(operator=ATTENTION, codecs=WIDE),
+    "two codecs": lambda made: made.replace(codecs=WIDE * 2),
     "striped": lambda made: made.replace(q_layout=STRIPED),
     "one rectangle": lambda made: made.replace(tiles=made.tiles[1:]),
 }

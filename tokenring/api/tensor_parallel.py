@@ -11,7 +11,7 @@ import torch
 from tokenring.api.context import TIMEOUT_SECONDS, ContextParallel
 from tokenring.api.standing import Standing
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.ir.schedule_data import Pass
+from tokenring.ir.schedule_data import FULL, Pass
 from tokenring.runtime.agreement import Description, agree, beginning, refusing
 from tokenring.runtime.call import ActiveCall
 from tokenring.schedule.names import make_schedule
@@ -35,6 +35,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 COLLECTIVES = ("reduce", "gather")
 PLANNED = ("column", "row", *COLLECTIVES)
 CPU = torch.device("cpu")
+WIDE = (("kv_partial", FULL), ("q_partial", FULL))
 Given: TypeAlias = Mapping[str, object]
 
 
@@ -77,6 +78,8 @@ class TensorParallel(Standing):
     stays: for "auto": "weights", "tokens", or "either". It decides the shape of what lies between a column and a row
         layer: [B, T, N/P] or [B, T/P, N]. "either": what is faster for the column layer; a row layer takes the shape.
     topology: an Interconnect, by which "auto" chooses; None: every pair of ranks has a link of its own.
+    partials: torch.float32 sends parts of sums in fp32, where tensors are bf16: twice their bytes, for an error as of
+        one device. None: in the tensors' dtype.
 
     Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds.
     """
@@ -91,16 +94,19 @@ class TensorParallel(Standing):
         *,
         stays: Stays = "weights",
         topology: Interconnect | None = None,
+        partials: torch.dtype | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         if stays not in STAYS:
             raise ConfigurationError(f"stays={stays!r}: use one of {', '.join(STAYS)}")
         if not isinstance(schedule, str):
             raise ConfigurationError(f"schedule={schedule!r}: give a name, as 'direct-q', or 'auto'")
+        if partials not in (None, torch.float32):
+            raise ConfigurationError(f"partials={partials}: use torch.float32, or None for the tensors' dtype")
         self._closed = False
         self._base = ContextParallel(group, "contiguous", "ring", transport, timeout_seconds=timeout_seconds)
         self.rank, self.world_size, self.turn = self._base.rank, self._base.world_size, self._base.turn
-        self.schedule, self.stays, self.topology = schedule, stays, topology
+        self.schedule, self.stays, self.topology, self.partials = schedule, stays, topology, partials
         if schedule != "auto":
             from tokenring.schedule.families.registry import parse
 
@@ -164,7 +170,8 @@ class TensorParallel(Standing):
         if name == "auto":
             from tokenring.planner.choosing.linear import collective
 
-            name = collective(elements, like.dtype, self.world_size, self.topology)
+            codecs = self._codecs(like.dtype)
+            name = collective(elements, like.dtype, self.world_size, self.topology, codecs)
         rows = self.world_size * parse(name).make(self.world_size).q_pieces
         return LinearRequest("reduce", name, rows, self.world_size, -(-elements // rows), like.dtype, like.device)
 
@@ -217,7 +224,8 @@ class TensorParallel(Standing):
     def _describe(self, request: LinearRequest, given: Given, direction: Pass) -> Description:
         """Describe a call; sizes follow from the shapes that are given."""
         fields = {"dtype": request.dtype, "device": request.device.type, "schedule": request.schedule}
-        return Description.of({**given, "pass": direction, **fields, "stays": self.stays})
+        own = {"stays": self.stays, "partials": self.partials or "as the tensors"}
+        return Description.of({**given, "pass": direction, **fields, **own})
 
     def _bound(self, request: LinearRequest, passes: tuple[Pass, ...], transport: Transport | None) -> list[Executor]:
         """Return the executors of all passes of a call, on one memory."""
@@ -253,7 +261,10 @@ class TensorParallel(Standing):
         from tokenring.planner.choosing.linear import choose
 
         size = Workload(1, tokens, features, 1, 1, width, dtype)
-        return choose(operator, size, self.world_size, stays, self.topology)
+        return choose(operator, size, self.world_size, stays, self.topology, self._codecs(dtype))
+
+    def _codecs(self, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
+        return WIDE if self.partials is not None and self.partials != dtype else ()
 
     def _check_planned(self, operator: object, tokens: int, features: int, width: int, dtype: object) -> None:
         if operator not in PLANNED:
@@ -285,7 +296,8 @@ class TensorParallel(Standing):
         rows, columns = (
             make_layout("contiguous", self.world_size, size) for size in (request.tokens, request.features)
         )
-        made = make_schedule(request.schedule, rows, columns, Full()).replace(operator=OPERATORS[request.operator])
+        made = make_schedule(request.schedule, rows, columns, Full())
+        made = made.replace(operator=OPERATORS[request.operator], codecs=self._codecs(request.dtype))
         check_paired(made)
         return made
 
