@@ -184,7 +184,7 @@ class ContextParallel(Standing):
         """Layouts that are not its own."""
         from tokenring.api.cuts import Cuts
 
-        return Cuts(self.world_size)
+        return Cuts(self.world_size, self.topology, self.tensor_parallel)
 
     @property
     def _is_alone(self) -> bool:
