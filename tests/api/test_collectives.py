@@ -95,6 +95,8 @@ REFUSED: dict[str, Callable[[tr.TensorParallel], Any]] = {
     "without dimensions": lambda tp: tr.all_gather(torch.tensor(1.0), tp),
     "its first dimension": lambda tp: tr.reduce_scatter(torch.tensor(1.0), tp),
     "was given a list": lambda tp: tr.all_reduce([1.0], tp),  # type: ignore[arg-type]
+    "tp is of type int": lambda tp: tr.all_gather(torch.ones(1), 3),  # type: ignore[arg-type]
+    "tp is of type NoneType": lambda tp: tr.reduce_scatter(torch.ones(1), None),  # type: ignore[arg-type]
 }
 
 

@@ -266,6 +266,8 @@ REFUSED: dict[str, Callable[[tr.TensorParallel], torch.Tensor]] = {
     "in one dtype": lambda tp: tr.column_linear(X, W.bfloat16(), tp),
     "torch.float64 is not supported": lambda tp: tr.column_linear(X.double(), W.double(), tp),
     "was given a list": lambda tp: tr.column_linear(X, [1], tp),  # type: ignore[arg-type]
+    "tp is of type int": lambda tp: tr.column_linear(X, W, 3),  # type: ignore[arg-type]
+    "make a TensorParallel, once": lambda tp: tr.row_linear(X, W, None),  # type: ignore[arg-type]
     "h has the weight's features": lambda tp: tr.row_linear(X, W[:, :5], tp),
 }
 
@@ -294,19 +296,6 @@ def test_options_are_checked() -> None:
     tp.close()
     with pytest.raises(tr.ConfigurationError, match="closed"):
         tr.column_linear(X, W, tp)
-
-
-def uneven(here: Here) -> str:
-    with tr.TensorParallel(transport=transport_of(here)) as tp:
-        with pytest.raises(tr.ConfigurationError) as caught:
-            tp.shard(torch.ones(100, 8)[:99])
-        return str(caught.value)
-
-
-def test_features_that_do_not_divide(ranks: RankPools) -> None:
-    assert set(ranks(2)(uneven)) == {
-        "99 features do not divide by 2 ranks: pad dimension 0 of the weight to 100, or take another number of ranks"
-    }
 
 
 def wrong_place(here: Here) -> str:
