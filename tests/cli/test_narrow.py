@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from test_bench_report import REPORT
