@@ -29,7 +29,7 @@ from tokenring.backends.transports.hccl import LATE, HcclTransport
 from tokenring.backends.transports.hccl_environment import GROUP_MEGABYTES, MEGABYTE, group_bytes
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
-from tokenring.lowering.rounds import End, batches
+from tokenring.lowering.rounds import PostEnd, batches
 from tokenring.lowering.target import Link, Target
 
 FIRST_CONTACT = (
@@ -40,7 +40,7 @@ FIRST_CONTACT = (
 class BatchPost(NamedTuple):
     """An end of a message, and what to say of it."""
 
-    end: End
+    end: PostEnd
     data: torch.Tensor
     label: str
 
@@ -54,7 +54,7 @@ class HcclBatch:
 
 
 class OpenRound:
-    """What a rank has posted on a channel and not begun, each post with its handle; and the stream of the posts."""
+    """The posts of a rank on a channel that have not begun, each with its handle; and the stream of the posts."""
 
     def __init__(self) -> None:
         self.posts: list[BatchPost] = []
@@ -107,7 +107,7 @@ class HcclBatchTransport(HcclTransport):
     def _touch_all(self, pairs: list[tuple[int, int]], channel: str, device: torch.device) -> None:
         """Meet all ranks where the communicator is new, then send a byte over each of these links."""
         group, own = self._groups[channel], [pair for pair in pairs if self.rank in pair]
-        ends = [End(self.rank == src, dst if self.rank == src else src) for src, dst in own]
+        ends = [PostEnd(self.rank == src, dst if self.rank == src else src) for src, dst in own]
         posts = [BatchPost(end, torch.zeros(1, dtype=torch.uint8, device=device), "") for end in ends]
         first = ends[0].peer if ends else pairs[0][0]
         try:
@@ -124,12 +124,12 @@ class HcclBatchTransport(HcclTransport):
         """Post the send into the channel's round; see Transport.send. Raises ConfigurationError, PeerLost."""
         self._check(data, (self.rank, dst, channel), f"send of {label}")
         self.sent_bytes[dst] += data.numel() * data.element_size()
-        return self._post(BatchPost(End(True, dst), data, label), channel, f"sent {label}")
+        return self._post(BatchPost(PostEnd(True, dst), data, label), channel, f"sent {label}")
 
     def recv(self, data: torch.Tensor, src: int, channel: str, label: str) -> Work:
         """Post the receive into the channel's round; see Transport.recv. Raises ConfigurationError, PeerLost."""
         self._check(data, (src, self.rank, channel), f"receive of {label}")
-        return self._post(BatchPost(End(False, src), data, label), channel, f"waited for {label}")
+        return self._post(BatchPost(PostEnd(False, src), data, label), channel, f"waited for {label}")
 
     def _check(self, data: torch.Tensor, link: Link, what: str) -> None:
         self._check_movable(data, what)

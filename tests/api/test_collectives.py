@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,9 @@ from ranks import Here, RankPools
 
 import tokenring as tr
 
+POINTS = [(2, "auto"), (3, "direct-q"), (4, "auto"), (4, "direct-q/pieces4"), (4, "mesh-q/2x2")]
+if os.environ.get("TOKENRING_FULL_GRID"):
+    POINTS += [(5, "auto"), (6, "mesh-q/2x3"), (7, "tokenring"), (8, "auto"), (8, "direct-q/pieces4"), (8, "reduced/4")]
 SHAPES = ((7,), (3, 5), (64, 33), ())
 
 
@@ -36,9 +40,7 @@ def reduced(here: Here, schedule: str, dtype: torch.dtype) -> tuple[list[torch.T
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
-@pytest.mark.parametrize(
-    ("world", "schedule"), [(2, "auto"), (3, "direct-q"), (4, "auto"), (4, "direct-q/pieces4"), (4, "mesh-q/2x2")]
-)
+@pytest.mark.parametrize(("world", "schedule"), POINTS)
 def test_all_reduce(ranks: RankPools, world: int, schedule: str, dtype: torch.dtype) -> None:
     """The same on every rank, and of parts that are rounded once on their way."""
     parts = ranks(world)(reduced, schedule, dtype)
@@ -93,6 +95,8 @@ REFUSED: dict[str, Callable[[tr.TensorParallel], Any]] = {
     "without dimensions": lambda tp: tr.all_gather(torch.tensor(1.0), tp),
     "its first dimension": lambda tp: tr.reduce_scatter(torch.tensor(1.0), tp),
     "was given a list": lambda tp: tr.all_reduce([1.0], tp),  # type: ignore[arg-type]
+    "tp is of type int": lambda tp: tr.all_gather(torch.ones(1), 3),  # type: ignore[arg-type]
+    "tp is of type NoneType": lambda tp: tr.reduce_scatter(torch.ones(1), None),  # type: ignore[arg-type]
 }
 
 

@@ -19,8 +19,9 @@ from test_mindspeed import errors_of, ready
 
 from tokenring import Bidirectional, Causal, Documents, Full, Mask, PrefixLM, SlidingWindow
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.integrations.megatron import packs
 from tokenring.integrations.mindspeed_cuts import general
-from tokenring.integrations.mindspeed_cuts.documents import ends_of_whole, mask_of_documents, packing_of_ends
+from tokenring.integrations.mindspeed_cuts.documents import mask_of_documents, packing_of_ends, sequences_of_ends
 from tokenring.integrations.mindspeed_cuts.general import LastMask, mask_of_tensor
 from tokenring.integrations.mindspeed_cuts.layouts import layout_of
 from tokenring.sequence.layout import contiguous, zigzag
@@ -66,9 +67,19 @@ class TestDocuments:
         text = refusal(ConfigurationError, lambda: packing_of_ends(ends(*given), 0, 2, 8))
         assert text.startswith("packed documents ")
         for last in (14, 17):  # of ends that count the tokens of one rank, or those of another cut
-            text = refusal(ConfigurationError, lambda last=last: ends_of_whole(ends(2, last), 0, 2, 8))
+            text = refusal(ConfigurationError, lambda last=last: sequences_of_ends(ends(2, last), 0, 2, 8))
             assert f"end at 2, {last}: ends must rise to 16, the tokens of 2 ranks" in text
-        assert ends_of_whole(ends(2, 16), 0, 2, 8) == (0, 2, 16)
+        assert sequences_of_ends(ends(2, 16), 0, 2, 8).ends == (0, 2, 16)
+
+    def test_masks_are_made_once_for_all_layers(self) -> None:
+        found = sequences_of_ends(ends(2, 16), 0, 2, 8)
+        assert found.mask_of_all(Causal(), 2) is found.mask_of_all(Causal(), 2)
+        assert found.mask_of_all(Causal(), 1) == Causal() & Documents([0, 2, 16])
+
+    def test_more_slices_than_a_mask_may_have_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(packs, "MOST_SLICES", 3)
+        with pytest.raises(UnsupportedError, match="set --micro-batch-size 1"):
+            mask_of_documents((0, 3, 8, 10, 16), 2, 2, 8, Causal())
 
     def test_of_one_sequence_is_a_mask_of_documents(self) -> None:
         assert mask_of_documents((0, 5, 8), 1, 2, 8, Causal()) == Causal() & Documents([0, 5, 8])

@@ -14,7 +14,7 @@ from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.footprint import connections, most_connected
 from tokenring.lowering.lower import lower
 from tokenring.lowering.program import Program, Recv, Send, Wait
-from tokenring.lowering.rounds import End, batches, distance, rounds
+from tokenring.lowering.rounds import PostEnd, batches, distance, rounds
 from tokenring.lowering.target import Target, links
 from tokenring.proof.batches import replay_batches, replay_schedule_in_batches
 from tokenring.proof.verify import verify_lowered
@@ -83,7 +83,7 @@ def test_both_ends_put_a_message_into_one_batch() -> None:
         of_end: dict[tuple[int, int], list[object]] = {}
         for rank in range(4):
             own = [at for at, pair in enumerate(pairs) if rank in pair]
-            ends = [End(pairs[at][0] == rank, sum(pairs[at]) - rank) for at in own]
+            ends = [PostEnd(pairs[at][0] == rank, sum(pairs[at]) - rank) for at in own]
             for some in batches(ends, rank, 4, one_pair):
                 assert len({ends[at] for at in some}) == len(some)
                 if one_pair:
@@ -99,7 +99,7 @@ def test_both_ends_put_a_message_into_one_batch() -> None:
 def test_whole_rounds_would_hang_where_pairs_go_one_after_another() -> None:
     """Which is why rounds are cut into pairs where HCCL retries."""
 
-    def whole(ends: Sequence[End], rank: int, world_size: int, one_pair: bool) -> list[list[int]]:
+    def whole(ends: Sequence[PostEnd], rank: int, world_size: int, one_pair: bool) -> list[list[int]]:
         return batches(ends, rank, world_size, False)
 
     found = programs(made("mesh-q/4x2/keep", 8), "backward")

@@ -10,7 +10,7 @@ import torch
 
 from tokenring.api.autograd import in_transform, refuse_transforms
 from tokenring.api.inputs import check_tensor
-from tokenring.api.tensor_parallel import DTYPES, Given, LinearRequest, TensorParallel, run, taken
+from tokenring.api.tensor_parallel import DTYPES, Given, LinearRequest, TensorParallel, check_parallel, run, taken
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import beginning
 from tokenring.runtime.executor import Executor
@@ -22,6 +22,7 @@ def all_reduce(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     Sums are in fp32, rounded once. Raises ConfigurationError (ranks that differ), UnsupportedError (dtypes but fp32 and
     bf16, tensors that want gradients) and PeerLost.
     """
+    check_parallel(tp)
     with tp.refusing("forward", t):
         given = _checked(t, "all_reduce")
         request = tp.collective(t.numel(), t)
@@ -42,6 +43,7 @@ def reduce_scatter(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     Raises ConfigurationError (a first dimension that the ranks do not divide, ranks that differ), UnsupportedError and
     PeerLost, as all_reduce.
     """
+    check_parallel(tp)
     ranks = tp.world_size
     with tp.refusing("forward", t):
         given = _checked(t, "reduce_scatter")
@@ -63,6 +65,7 @@ def all_gather(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
 
     Raises ConfigurationError (ranks that differ), UnsupportedError and PeerLost, as all_reduce.
     """
+    check_parallel(tp)
     ranks = tp.world_size
     with tp.refusing("backward", t):
         given = _checked(t, "all_gather")

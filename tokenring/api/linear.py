@@ -9,7 +9,7 @@ import torch
 
 from tokenring.api.autograd import Refused, first, refuse_batched, refuse_transforms, refused
 from tokenring.api.inputs import check_tensor
-from tokenring.api.tensor_parallel import DTYPES, Given, LinearRequest, Stays, TensorParallel, taken
+from tokenring.api.tensor_parallel import DTYPES, Given, LinearRequest, Stays, TensorParallel, check_parallel, taken
 from tokenring.errors import ConfigurationError, UnsupportedError
 
 INSTEAD = "compute what needs another one with torch.nn.functional.linear, of tensors that are gathered"
@@ -52,6 +52,7 @@ def column_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> 
     Raises ConfigurationError (sizes that do not fit, ranks that differ), UnsupportedError (dtypes but fp32 and bf16)
     and PeerLost.
     """
+    check_parallel(tp)
     with tp.refusing("forward", x, weight):
         refuse_transforms(COLUMN.transform)
         _check(x, weight, True, "column_linear", "x [B, T/P, D] and weight [N/P, D]")
@@ -73,6 +74,7 @@ def row_linear(h: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> tor
     Raises ConfigurationError (sizes that do not fit, ranks that differ), UnsupportedError (dtypes but fp32 and bf16)
     and PeerLost.
     """
+    check_parallel(tp)
     with tp.refusing("forward", h, weight):
         refuse_transforms(ROW.transform)
         _check(h, weight, False, "row_linear", "h [B, T, N/P] and weight [D, N/P]")

@@ -302,6 +302,14 @@ class TensorParallel(Standing):
         return made
 
 
+def check_parallel(tp: object) -> None:
+    """Raise ConfigurationError unless this is a TensorParallel."""
+    if not isinstance(tp, TensorParallel):
+        raise ConfigurationError(
+            f"tp is of type {type(tp).__name__}; make a TensorParallel, once, and give it to every call"
+        )
+
+
 def run(executor: Executor, own: dict[str, torch.Tensor]) -> ActiveCall:
     """Run a bound pass on this rank's tensors. Raises PeerLost."""
     active = ActiveCall(own)

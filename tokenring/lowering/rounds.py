@@ -27,7 +27,7 @@ class Round(NamedTuple):
         return self.posts[-1]
 
 
-class End(NamedTuple):
+class PostEnd(NamedTuple):
     """One end of a message: whether this rank sends it, and the rank at the other end."""
 
     sends: bool
@@ -52,13 +52,13 @@ def rounds(instructions: Sequence[Instruction], steps: Sequence[int]) -> list[Ro
     return [*found, Round(*key, tuple(row))] if row and key is not None else found
 
 
-def batches(ends: Sequence[End], rank: int, world_size: int, one_pair: bool = False) -> list[list[int]]:
+def batches(ends: Sequence[PostEnd], rank: int, world_size: int, one_pair: bool = False) -> list[list[int]]:
     """Cut the posts of a round into batches, in order; return the positions in `ends` of each.
 
     No batch has two messages from one rank to another. one_pair: none has more than one send and one receive; these are
     of ranks equally far apart.
     """
-    times = Counter[End]()
+    times = Counter[PostEnd]()
     found: dict[tuple[int, int], list[int]] = defaultdict(list)
     for at, end in enumerate(ends):
         found[times[end], distance(end, rank, world_size) if one_pair else 0].append(at)
@@ -66,6 +66,6 @@ def batches(ends: Sequence[End], rank: int, world_size: int, one_pair: bool = Fa
     return [found[key] for key in sorted(found)]
 
 
-def distance(end: End, rank: int, world_size: int) -> int:
+def distance(end: PostEnd, rank: int, world_size: int) -> int:
     """Return how far a message goes, downwards from its source and round after rank 0: the same at both ends."""
     return (rank - end.peer if end.sends else end.peer - rank) % world_size

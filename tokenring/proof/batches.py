@@ -21,12 +21,12 @@ from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PASSES, ScheduleData
 from tokenring.lowering.lower import lower
 from tokenring.lowering.program import Program, Recv, Send, Wait
-from tokenring.lowering.rounds import End, batches, distance, rounds
+from tokenring.lowering.rounds import PostEnd, batches, distance, rounds
 from tokenring.lowering.target import Target
 from tokenring.proof.rendezvous import Post, Wrong, name_of, peer
 from tokenring.sequence.workload import Workload
 
-Cut = Callable[[Sequence[End], int, int, bool], list[list[int]]]
+Cut = Callable[[Sequence[PostEnd], int, int, bool], list[list[int]]]
 
 
 class BatchAtWork:
@@ -116,9 +116,9 @@ class BatchingRank:
         return self.queue[0][1] if self.queue else None
 
 
-def end_of(post: Post) -> End:
+def end_of(post: Post) -> PostEnd:
     """Return which end of its message a post is."""
-    return End(isinstance(post, Send), peer(post))
+    return PostEnd(isinstance(post, Send), peer(post))
 
 
 def replay_schedule_in_batches(schedule: ScheduleData, in_pairs: bool = False) -> None:

@@ -15,7 +15,6 @@ import torch
 
 from tokenring.backends.interfaces import Transport, Work
 from tokenring.lowering.program import ALL_GATHER, BUNDLE, Collective, Instruction, Pack, Program, Recv, Send, Wait
-from tokenring.lowering.rounds import rounds
 from tokenring.lowering.target import beyond, contacts
 from tokenring.runtime.call import ActiveCall, Step
 from tokenring.runtime.pool import Landed, Views
@@ -165,11 +164,16 @@ def grouped(
     """Return the steps, where posts that stand in a row, or are of one round, begin to move at the last of them."""
     if transport is None or not transport.target.grouping:
         return steps
-    made, instructions = list(steps), program.instructions
-    whole = rounds(instructions, program.steps) if transport.target.batching else []
-    for at in [each.end for each in whole] if transport.target.batching else last_posts(instructions):
+    made = list(steps)
+    for at in _round_ends(program) if transport.target.batching else last_posts(program.instructions):
         made[at] = _in_turn(made[at], lambda call: transport.go())
     return made
+
+
+def _round_ends(program: Program) -> list[int]:
+    from tokenring.lowering.rounds import rounds
+
+    return [each.end for each in rounds(program.instructions, program.steps)]
 
 
 def last_posts(instructions: Sequence[Instruction]) -> list[int]:

@@ -74,7 +74,7 @@ def _short(
         return None
     if cache.forms[layer] != found.form:  # the ranks have not agreed on it
         return None
-    return found if q.is_contiguous() and q.device.type == k.device.type == v.device.type == "cpu" else None
+    return found if q.is_cpu and k.is_cpu and v.is_cpu and q.is_contiguous() else None
 
 
 def _call(

@@ -25,6 +25,7 @@ class CacheMemory:
     """Keys and values [B, Hkv, tokens, D] of each layer, heads first, as kernels read them.
 
     filled: by layer, what it holds. steps: how many were begun; current: the one that has not ended.
+    open_rows: by layer, the open keys and values as views [B, tokens, Hkv, D].
     forms: by layer, the query heads and the scale on which the ranks have agreed. history: a digest of what was
     cropped, dropped and reordered since the cache was empty.
     """
@@ -42,6 +43,9 @@ class CacheMemory:
         self.keys, self.values = self._memory(room.sealed)
         self.device = self.keys[0].device  # with its number, as tensors say it
         self.open_keys, self.open_values = self._memory(room.open)
+        opened = zip(self.open_keys, self.open_values, strict=True)
+        self.open_rows = [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in opened]
+        self._sealed: list[tuple[int, torch.Tensor, torch.Tensor] | None] = [None] * layers  # as it was given out last
         self._empty = Filled.empty(room.ranks)
         self.filled = [self._empty] * layers
         self._pad(starts)
@@ -137,8 +141,11 @@ class CacheMemory:
 
     def sealed(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's sealed keys and values of a layer: [B, Hkv, n, D]."""
-        count = self.filled[layer].counts[self.cp.rank]
-        return self.keys[layer].narrow(2, 0, count), self.values[layer].narrow(2, 0, count)
+        count, last = self.filled[layer].counts[self.cp.rank], self._sealed[layer]
+        if last is None or last[0] != count:
+            last = count, self.keys[layer].narrow(2, 0, count), self.values[layer].narrow(2, 0, count)
+            self._sealed[layer] = last
+        return last[1], last[2]
 
     def appended(self, layer: int, k: torch.Tensor, v: torch.Tensor, after: Appended, written: bool) -> None:
         """Append new keys and values [B, Hkv, T, D], which every rank has, as `after` says.

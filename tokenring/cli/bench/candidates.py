@@ -69,7 +69,10 @@ class RaceNote(NamedTuple):
 
 @dataclass(frozen=True)
 class Runner:
-    """A candidate that is ready on this rank: `attend` takes the tokens at `positions`, in `form`."""
+    """A candidate that is ready on this rank: `attend` takes the tokens at `positions`, in `form`.
+
+    takes_part: whether this rank calls it. A rank without tokens of a split sequence does: its chunks are empty.
+    """
 
     what: str
     positions: torch.Tensor
@@ -79,11 +82,7 @@ class Runner:
     link_bytes: int | None = None
     load: Load | None = None
     notes: tuple[RaceNote, ...] = ()
-
-    @property
-    def takes_part(self) -> bool:
-        """True if this rank holds tokens for the candidate."""
-        return self.positions.numel() > 0
+    takes_part: bool = True
 
 
 @dataclass
@@ -219,6 +218,7 @@ def _one_process_runner(setting: RaceSetting, group: Any) -> Runner:
         attend,
         BHTD,
         threads,
+        takes_part=setting.rank == 0,
     )
 
 

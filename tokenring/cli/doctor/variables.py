@@ -80,8 +80,8 @@ def _retry(value: str, environment: Mapping[str, str]) -> str | None:
         return None
     return (
         "with retries on HCCL takes at most 5 communicators in a process, those of the training framework among them: "
-        "transport `hccl` then keeps to 5 of its own on Atlas A3, the only product that retries; `hccl/batch` never "
-        "has more than 2 (docs/ascend.md)"
+        "transport `hccl` then keeps to 5 of its own on Atlas A3, the only product that retries, `hccl/batch` to 2 "
+        "(docs/ascend.md)"
     )
 
 
