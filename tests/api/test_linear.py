@@ -13,7 +13,7 @@ from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring.backends.interfaces import Transport
-from tokenring.ir.operators import operator_named
+from tokenring.ir.operators import OPERATORS
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.schedule.families import parse
 from tokenring.schedule.names import make_schedule
@@ -159,7 +159,7 @@ def check_bytes(world: int, name: str, dtype: torch.dtype, sent: list[Sent]) -> 
 
 def schedule_of(operator: str, world: int, name: str, rows: int) -> tr.Schedule:
     q, kv = make_layout("contiguous", world, rows), make_layout("contiguous", world, SIZES.features)
-    return make_schedule(name, q, kv, tr.Full()).replace(operator=operator_named(operator))
+    return make_schedule(name, q, kv, tr.Full()).replace(operator=OPERATORS[operator])
 
 
 # ---------- what a model asks for besides

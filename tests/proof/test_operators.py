@@ -12,7 +12,7 @@ from program_mutants import drop, edit
 from programs import lower_all
 
 from tokenring.errors import ScheduleError
-from tokenring.ir.operators import COLUMN, GATHER, OPERATORS, REDUCE, ROW, operator_named
+from tokenring.ir.operators import COLUMN, GATHER, OPERATORS, REDUCE, ROW
 from tokenring.ir.schedule_data import ATTENTION, PASSES, Pass, TileOperator
 from tokenring.lowering.pair_box import pair_box
 from tokenring.lowering.program import Merge, Multiply, Pack, Program, Send
@@ -84,13 +84,10 @@ def test_texts_read_back(operator: TileOperator) -> None:
     assert Schedule.parse(str(schedule)) == schedule == Schedule.from_json(schedule.to_json())
     said = operator is not ATTENTION
     assert ('"operator"' in schedule.to_json(), "operator" in str(schedule)) == (said, said)
-    assert operator_named(operator.name) is operator
 
 
 def test_unknown_operators_are_refused() -> None:
     schedule = made("direct-q", COLUMN)
-    with pytest.raises(ScheduleError, match="operator 'diagonal'"):
-        operator_named("diagonal")
     with pytest.raises(ScheduleError, match=r"operator.*column"):
         Schedule.from_json(schedule.to_json().replace('"column"', '"diagonal"'))
     with pytest.raises(ScheduleError, match=r"diagonal.* is none of attention, column"):

@@ -6,7 +6,6 @@ its rows are columns here. Where nothing of a side is carried, the tile has it i
 
 from __future__ import annotations
 
-from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import ATTENTION, TileOperator
 
 COLUMN = TileOperator(  # c = x wᵀ: all-gather, then matmul; backward matmul, then reduce-scatter
@@ -59,10 +58,3 @@ GATHER = TileOperator(  # a = x in every column: all-gather; backward reduce-sca
     {"forward": ("a",), "backward": ()},
 )
 OPERATORS = {each.name: each for each in (ATTENTION, COLUMN, ROW, REDUCE, GATHER)}
-
-
-def operator_named(name: str) -> TileOperator:
-    """Return the operator of this name. Raises ScheduleError for one that is not known."""
-    if name not in OPERATORS:
-        raise ScheduleError(f"there is no operator {name!r}; use one of {', '.join(OPERATORS)}")
-    return OPERATORS[name]
