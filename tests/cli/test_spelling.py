@@ -133,7 +133,7 @@ WRONG = [
     (("plan", "--topology", "preset:hgx-h100", "--cached", "4x"), "--cached 4x: write a number from 1 to "),
     (("plan", "--topology", "preset:hgx-h100", "--cached", "4k", "--tokens", "0"), "--tokens 0: write a number"),
     (("plan", "--topology", "preset:hgx-h100", "--cached", "4k", "--seq", "4k"),
-     "--seq is for a plan of training, and not for --cached: say --tokens N for the new ones"),
+     "--seq 4k does not go with --cached: its lengths are those of --cached N and --tokens N"),
     (("plan", *SMALL, "--tokens", "1k"), "--tokens 1k are new tokens over a cache: say how many are cached with "),
     (("advise", "--engine", "megatron", "--model", "qwen3-8b", "--topology", "preset:hgx-h100", "--seq", "4x"),
      "--seq 4x: write a number from 1 to "),

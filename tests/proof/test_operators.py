@@ -12,7 +12,11 @@ from program_mutants import drop, edit
 from programs import lower_all
 
 from tokenring.errors import ScheduleError
+<<<<<<< HEAD
 from tokenring.ir.operators import COLUMN, GATHER, OPERATORS, REDUCE, ROW
+=======
+from tokenring.ir.operators import COLUMN, COLUMN_DW, COLUMN_DX, GATHER, OPERATORS, REDUCE, ROW, ROW_DC, ROW_DW
+>>>>>>> main
 from tokenring.ir.schedule_data import ATTENTION, PASSES, Pass, TileOperator
 from tokenring.lowering.pair_box import pair_box
 from tokenring.lowering.program import Merge, Multiply, Pack, Program, Send
@@ -28,6 +32,8 @@ NAMES = (
     "tiles/2x2", "double-ring/2", "relay/2", "relay-q/2", "reduced/2", "mesh-q/2x2",
 )  # fmt: skip
 LINEAR = (COLUMN, ROW)
+WIDE = (("kv_partial", "fp32"), ("q_partial", "fp32"))
+HALVES = (COLUMN_DX, COLUMN_DW, ROW_DC, ROW_DW)
 
 
 def made(name: str, operator: TileOperator, ranks: int = 4, rows: int = 8, columns: int = 8) -> Schedule:
@@ -39,6 +45,33 @@ def made(name: str, operator: TileOperator, ranks: int = 4, rows: int = 8, colum
 @pytest.mark.parametrize("name", NAMES)
 def test_proved(name: str, operator: TileOperator) -> None:
     made(name, operator).verify()
+
+
+@pytest.mark.parametrize("operator", LINEAR, ids=lambda each: each.name)
+@pytest.mark.parametrize("name", NAMES)
+def test_partials_in_fp32(name: str, operator: TileOperator) -> None:
+    """Twice the bytes of what goes home, of what is not added to on its way; nothing else changes."""
+    plain, size = made(name, operator), Workload(1, 32, 32, 1, 1, 16, torch.bfloat16)
+    wide = plain.replace(codecs=WIDE).verify()
+    assert Schedule.parse(str(wide)) == wide == Schedule.from_json(wide.to_json())
+    partials = [move for move in plain.moves if move.block.kind.endswith("partial")]
+    assert all(wide.in_full_precision(move) for move in partials)
+    for direction in PASSES:
+        home = operator.home[direction]
+        narrow = sum(8 for move in partials if move.block.kind in home and not plain.in_full_precision(move))
+        more = sum(wide.link_bytes(size, direction).values()) - sum(plain.link_bytes(size, direction).values())
+        assert more == narrow * 16 * 2 // max(plain.q_pieces, plain.kv_pieces)
+
+
+@pytest.mark.parametrize("operator", HALVES, ids=lambda each: each.name)
+@pytest.mark.parametrize("name", ("direct-q/pieces4", "tokenring", "ring", "tiles/2x2", "reduced/2"))
+def test_layers_with_half_a_backward_proved(name: str, operator: TileOperator) -> None:
+    """They compute half, and never move more than the whole."""
+    half, size = made(name, operator).verify(), Workload(1, 32, 32, 1, 1, 16)
+    whole = made(name, COLUMN if operator.name.startswith("column") else ROW)
+    assert {rank: 2 * flops for rank, flops in half.flops(size, "backward").items()} == whole.flops(size, "backward")
+    links = whole.link_bytes(size, "backward")
+    assert all(nbytes <= links[link] for link, nbytes in half.link_bytes(size, "backward").items())
 
 
 @pytest.mark.parametrize("operator", (REDUCE, GATHER), ids=lambda each: each.name)
@@ -100,6 +133,9 @@ REFUSED: dict[str, Callable[[Schedule], Schedule]] = {
     "head groups": lambda made: made.replace(head_groups=2),
     "nothing is kept": lambda made: made.replace(keep=frozenset({"kv"})),
     "codecs": lambda made: made.replace(codecs=(("q", "bf16"),)),
+    "codecs are for q and kv": lambda made: made.replace(codecs=(("q_partial", "bf16"),)),
+    "keep and codecs are for q": lambda made: made.replace(operator=ATTENTION, codecs=WIDE),
+    "two codecs": lambda made: made.replace(codecs=WIDE * 2),
     "striped": lambda made: made.replace(q_layout=STRIPED),
     "one rectangle": lambda made: made.replace(tiles=made.tiles[1:]),
 }

@@ -91,8 +91,8 @@ class ContextParallel(Standing):
     """
 
     _internal = frozenset((
-        "active_trace", "agreed_plan", "check_open", "closed", "cuts", "executor", "handle", "kernel", "layout_for",
-        "lengths", "made_transport", "plan", "pool", "speaker", "transport_for", "turn",
+        "active_trace", "agreed_plan", "agreed_sizes", "check_open", "closed", "cuts", "executor", "handle", "kernel",
+        "layout_for", "lengths", "made_transport", "plan", "pool", "speaker", "transport_for", "turn",
     ))  # fmt: skip
 
     def __init__(
@@ -124,6 +124,7 @@ class ContextParallel(Standing):
         self._pools: dict[torch.device, Pool] = {}
         self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_plan))
         self._agreed: dict[Request, Plan] = {}
+        self.agreed_sizes: dict[object, None] = {}  # of engines' exchanges, on all ranks alike: see `engines`
         self._executor = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_executor))
         self._description = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._describe))
         self.active_trace: Trace | None = None  # to which calls made now add their events
@@ -152,6 +153,7 @@ class ContextParallel(Standing):
         self._closed = True
         self._executor.cache_clear()
         self._pools.clear()
+        self.agreed_sizes.clear()
         for made in self._made_here.values():
             made.close()
         self._made_here.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from functools import lru_cache
 from itertools import product
 from typing import TypeVar
@@ -28,13 +28,14 @@ def fuse(schedule: S) -> S:
             continue
         q, kv = {tile.q for tile in group}, {tile.kv for tile in group}
         if len(group) >= len(q) * len(kv) == len({(tile.q, tile.kv) for tile in group}):
-            tiles.append(Tile(step, rank, _sequence_order(schedule, q), _sequence_order(schedule, kv)))
+            tiles.append(Tile(step, rank, in_sequence(schedule, q), in_sequence(schedule, kv)))
         else:
             tiles.extend(group)
     return schedule.replace(tiles=tuple(tiles))
 
 
-def _sequence_order(schedule: ScheduleData, parts: set[tuple[Block, ...]]) -> tuple[Block, ...]:
+def in_sequence(schedule: ScheduleData, parts: Iterable[tuple[Block, ...]]) -> tuple[Block, ...]:
+    """Return all blocks of these parts, each once, in the order of the sequence."""
     return tuple(sorted({block for part in parts for block in part}, key=schedule.positions))
 
 

@@ -18,13 +18,15 @@ TRANSPORTS = {
     "hccl": "tokenring.backends.transports.hccl:HcclTransport",
     "hccl/channel": "tokenring.backends.transports.hccl:HcclChannelTransport",
     "hccl/pair": "tokenring.backends.transports.hccl:HcclPairTransport",
+    "hccl/batch": "tokenring.backends.transports.hccl_batches:HcclBatchTransport",
     "hccl/collectives": "tokenring.backends.transports.hccl_collectives:HcclCollectivesTransport",
     "cuda": "tokenring.backends.transports.auto_cuda:CudaTransport",
     "symm": "tokenring.backends.transports.symm:SymmTransport",
     "nccl": "tokenring.backends.transports.nccl:NcclTransport",
     "nvshmem": "tokenring.backends.transports.nvshmem:NvshmemTransport",
 }
-BOUNDED = {"hccl": ("hccl/channel", "hccl/pair")}  # modes of a transport with fewer connections, most of them first
+# Modes of a transport with fewer connections, most of them first.
+BOUNDED = {"hccl": ("hccl/channel", "hccl/pair", "hccl/batch")}
 KERNELS = {
     "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
     "reference": "tokenring.backends.kernels.reference:Reference",

@@ -244,12 +244,16 @@ class refusing:
             reason, taken = one_line(error), getattr(error, TAKEN, None)
             tell(self._cp, error, lambda: self.speak(reason, taken))
 
+    def speaker(self) -> Transport | None:
+        """Return the transport by which the ranks agree on this call; None: there is no other rank."""
+        return self._cp.speaker(_device(self._given))
+
     def speak(self, reason: str, taken: tuple[Held, tuple[int, int]] | None = None) -> None:
         """Take part with the reason in the exchange in which the others wait. Raises Disagreement, PeerLost.
 
         taken: what this rank holds, and of which lengths it takes that to be, where it may refuse because of these.
         """
-        transport = self._cp.speaker(_device(self._given))
+        transport = self.speaker()
         if transport is not None:
             fields: dict[str, object] = {"pass": self._direction, REFUSED: reason}
             held, known = None, None

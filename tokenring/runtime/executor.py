@@ -67,7 +67,7 @@ class Executor:
         binder = _Binder(self.views, transport, kernel, scale, program.direction == "forward")
         self.instructions = list(zip(program.instructions, program.steps, strict=True))
         alone = program.instructions
-        steps = grouped(transport, alone, binder.bind_all(alone))
+        steps = grouped(transport, program, binder.bind_all(alone))
         self.streams, self.steps = pool.streams, settled(transport, alone, steps)
         if self.streams is not None:
             from tokenring.runtime.streams import on_streams

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tokenring.ir.passes import fuse, keep_for_last, order, prune
+from tokenring.ir.passes import fuse, in_sequence, keep_for_last, order, prune
 from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, Tile
 from tokenring.schedule.routes import Gather, Hop, Origin, Return, return_direct, stay
 from tokenring.schedule.schedule import Schedule
@@ -41,6 +41,8 @@ class Scheme:
         rank may fuse into one kernel call. None: as soon as they are due.
     together: a rank computes when everything has arrived.
     late: part of each rank's local tile is kept for last (`passes.keep_for_last`).
+    of_any_kv: `place` and `when` say the same of a q unit whoever owns the kv units of a piece, and whenever they are
+        due; so tiles need not be made one by one.
     """
 
     name: str
@@ -59,11 +61,15 @@ class Scheme:
     place_for: PlacementFor | None = None
     when: Callable[[Pair, int], int] | None = None
     late: bool = False
+    of_any_kv: bool = False
 
 
 def build(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
     """Build the scheme's schedule for these layouts, pruned by the mask. Not yet verified."""
-    made = prune(fuse(dense(scheme, q_layout, kv_layout, mask)))
+    if scheme.of_any_kv and scheme.when is not None and scheme.place_for is None and not scheme.together:
+        made = prune(dense(scheme, q_layout, kv_layout, mask, _fused_tiles))
+    else:
+        made = prune(fuse(dense(scheme, q_layout, kv_layout, mask)))
     made = order(keep_for_last(made) if scheme.late else made)
     if mask in WHOLE_UNITS:
         return made
@@ -77,8 +83,13 @@ def late_of(made: Schedule, name: str) -> Schedule:
     return order(keep_for_last(made)).replace(name=name)
 
 
-def dense(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
-    """Return every tile and every move that the scheme would make if everything were visible."""
+def dense(
+    scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask, tiles_of: TilesOf | None = None
+) -> Schedule:
+    """Return every tile and every move that the scheme would make if everything were visible.
+
+    tiles_of: what makes the tiles, one by one if nothing is said.
+    """
     world = q_layout.world_size
     schedule = Schedule(
         scheme.name, world, q_layout, kv_layout, mask, (), (), scheme.head_groups, scheme.q_pieces,
@@ -87,7 +98,7 @@ def dense(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Sc
     q_routes = _routes(schedule, "q", scheme.gather_q)
     kv_routes = _routes(schedule, "kv", scheme.gather_kv)
     q_units, kv_units = _units_due(schedule, "q", q_routes), _units_due(schedule, "kv", kv_routes)
-    tiles = _tiles(schedule, scheme, q_units, kv_units)
+    tiles = (tiles_of or _tiles)(schedule, scheme, q_units, kv_units)
     if scheme.together:
         tiles = _after_all(tiles, [*q_units.values(), *kv_units.values()])
     moves = [*_requests(q_routes), *_requests(kv_routes)]
@@ -133,7 +144,7 @@ class UnitsDue(NamedTuple):
     made: dict[int, int]
 
 
-def _units_due(schedule: Schedule, kind: Kind, routes: Routes) -> dict[tuple[int, int, int], UnitsDue]:
+def _units_due(schedule: Schedule, kind: Kind, routes: Routes) -> Units:
     layout = schedule.layout_of(kind)
     found = {}
     for owner in range(schedule.world_size):
@@ -149,12 +160,11 @@ def _units_due(schedule: Schedule, kind: Kind, routes: Routes) -> dict[tuple[int
     return found
 
 
-def _tiles(
-    schedule: Schedule,
-    scheme: Scheme,
-    q_units: dict[tuple[int, int, int], UnitsDue],
-    kv_units: dict[tuple[int, int, int], UnitsDue],
-) -> list[Tile]:
+Units = dict[tuple[int, int, int], UnitsDue]  # by owner, head group and piece
+TilesOf = Callable[[Schedule, Scheme, Units, Units], list[Tile]]
+
+
+def _tiles(schedule: Schedule, scheme: Scheme, q_units: Units, kv_units: Units) -> list[Tile]:
     world, place, when = schedule.world_size, scheme.place, scheme.when
     if scheme.place_for is not None:
         place = scheme.place_for(schedule.q_layout, schedule.kv_layout, schedule.mask)
@@ -176,6 +186,43 @@ def _tiles(
             if rank != kv_owner and kv_made.get(rank, -1) < step:
                 kv_made[rank] = step
             tiles.append(Tile(step, rank, q, kv))
+    return tiles
+
+
+def _fused_tiles(schedule: Schedule, scheme: Scheme, q_units: Units, kv_units: Units) -> list[Tile]:
+    """Return what `fuse` makes of `_tiles`, of a scheme whose tiles are placed whoever owns their kv.
+
+    A row is a q unit with all kv units of a piece: rows of one rank, step and head group are a tile where together they
+    are all q × all kv of theirs.
+    """
+    assert scheme.when is not None
+    others: dict[tuple[int, int], list[tuple[int, UnitsDue]]] = defaultdict(list)  # kv by head group and piece
+    for (owner, heads, kv_piece), units in kv_units.items():
+        others[heads, kv_piece].append((owner, units))
+    groups: dict[tuple[int, int, int], list[tuple[tuple[Block, ...], int]]] = defaultdict(list)
+    for (q_owner, heads, q_piece), (q, _, q_made) in q_units.items():
+        for kv_piece in range(scheme.kv_pieces):
+            pair = Pair(q_owner, 0, heads, q_piece, kv_piece, schedule.world_size)
+            rank = scheme.place(pair)
+            step = scheme.when(pair, 0)
+            if rank != q_owner and q_made.get(rank, -1) < step:
+                q_made[rank] = step
+            groups[step, rank, heads].append((q, kv_piece))
+    tiles: list[Tile] = []
+    in_order: dict[tuple[int, ...], tuple[Block, ...]] = {}  # kv blocks by head group and pieces
+    for (step, rank, heads), rows in groups.items():
+        pieces = dict.fromkeys(kv_piece for _, kv_piece in rows)
+        for owner, units in (each for piece in pieces for each in others[heads, piece]):
+            if owner != rank and units.made.get(rank, -1) < step:
+                units.made[rank] = step
+        queries = {q for q, _ in rows}
+        if schedule.world_size == 1 or len(rows) < len(queries) * len(pieces):
+            tiles += [Tile(step, rank, q, kv.blocks) for q, piece in rows for _, kv in others[heads, piece]]
+            continue
+        key = heads, *pieces
+        if key not in in_order:
+            in_order[key] = in_sequence(schedule, (kv.blocks for piece in pieces for _, kv in others[heads, piece]))
+        tiles.append(Tile(step, rank, in_sequence(schedule, queries), in_order[key]))
     return tiles
 
 

@@ -22,21 +22,30 @@ from tokenring.planner.interconnects.rank_order import context_parallel_group, h
 from tokenring.sequence.sizes import read_size
 from tokenring.sequence.workload import Workload
 
-OF_ONE_PLAN = (
-    "seq", "sweep", "svg", "explain", "timeline", "mask_svg", "save", "layout", "schedules", "memory_limit",
-)  # fmt: skip
+OF_ONE_PLAN = ("sweep", "svg", "explain", "timeline", "mask_svg", "save", "layout", "schedules", "memory_limit")
+UNUSED = {  # options with a default, and why one that was given does not count
+    "seq": "its lengths are those of --cached N and --tokens N",
+    "mask": "new tokens see all that is cached; with a sliding window of w give --cached w",
+    "passes": "it is forward alone",
+    "transport": "its ways are not lowered for a transport",
+    "all": "it always shows all its ways",
+}
 FORMAT = "tokenring-cached-plan/1"
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-def cached_call(options: argparse.Namespace) -> CachedCall:
-    """Return the options as a call. Raises ConfigurationError for those that do not go with --cached."""
+def cached_call(options: argparse.Namespace, given: argparse.Namespace) -> CachedCall:
+    """Return the options as a call. Raises ConfigurationError for those that do not go with --cached.
+
+    given: the options without the defaults of those in UNUSED.
+    """
     for name in OF_ONE_PLAN:
         if getattr(options, name) not in (None, False):
-            instead = ": say --tokens N for the new ones" if name == "seq" else ""
-            raise ConfigurationError(
-                f"--{name.replace('_', '-')} is for a plan of training, and not for --cached{instead}"
-            )
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for a plan of training, and not for --cached")
+    for name, why in UNUSED.items():
+        if (value := getattr(given, name)) not in (None, False, "forward"):
+            said = ("pass" if name == "passes" else name) + ("" if value is True else f" {value}")
+            raise ConfigurationError(f"--{said} does not go with --cached: {why}")
     check_counts(options)
     dtype = DTYPES[options.dtype]
     name, _ = several_hosts(options.topology, options.ranks)
@@ -89,7 +98,7 @@ def _why(ways: Sequence[CachedWay]) -> str:
 
 
 def _row(way: CachedWay) -> str:
-    times = (time_text(each) for each in (way.seconds, way.kernel_seconds, max(0.0, way.exchange_seconds)))
+    times = (time_text(each) for each in (way.seconds, way.kernel_seconds, way.exchange_seconds))
     cells = " ".join(f"{text:>9}" for text in times)
     name = way.name if way.runs else f"{way.name} *"
     return f"{name:11} {cells} {_bytes(way.sent_bytes):>12} {way.rounds:>7}  {way.moves}"
@@ -98,7 +107,7 @@ def _row(way: CachedWay) -> str:
 def _crossed(call: CachedCall) -> list[str]:
     cached, tokens = call.workload.kv_length, call.workload.q_length
     moves, several = crossovers(call)
-    q = "q moves, whatever the number of new tokens" if moves is None else f"q moves below {moves:,} new tokens"
+    q = "q moves, whatever the number of new tokens" if moves is None else f"q moves below {_new(moves)}"
     if several is None:
         ranks = "one rank is faster, whatever is cached"
     else:
@@ -108,7 +117,7 @@ def _crossed(call: CachedCall) -> list[str]:
 
 
 def _new(tokens: int) -> str:
-    return f"{tokens:,} new token{'s' if tokens > 1 else ''}"
+    return f"{tokens:,} new token{'' if tokens == 1 else 's'}"
 
 
 def _bytes(count: float) -> str:

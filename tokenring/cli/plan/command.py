@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 
-from tokenring.cli.plan.cached import cached_call, cached_json, cached_report
+from tokenring.cli.plan.cached import UNUSED, cached_call, cached_json, cached_report
 from tokenring.cli.plan.layouts import planned_in_layouts
 from tokenring.cli.plan.mask_picture import mask_svg
 from tokenring.cli.plan.options import Asked, ask
@@ -43,7 +43,8 @@ def main(argv: list[str]) -> int:
         check_suffix(f"--{name}", getattr(options, name.replace("-", "_")), *known)
     console = Console(sys.stdout, sys.stderr, os.environ)
     if options.cached is not None:
-        return _cached(options, console)
+        given = _parser().parse_args(argv, argparse.Namespace(**dict.fromkeys(UNUSED)))
+        return _cached(options, given, console)
     if options.tokens != ONE_TOKEN:
         raise ConfigurationError(
             f"--tokens {options.tokens} are new tokens over a cache: say how many are cached with --cached N; for a "
@@ -88,9 +89,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _cached(options: argparse.Namespace, console: Console) -> int:
+def _cached(options: argparse.Namespace, given: argparse.Namespace, console: Console) -> int:
     """Print how new tokens attend to a cache."""
-    call = cached_call(options)
+    call = cached_call(options, given)
     if options.json:
         console.data(cached_json(call))
     else:

@@ -124,7 +124,7 @@ class Costs:
         if known is None:
             size = self.workload
             widths = size.head_dim, size.batch, self.direction, size.value_dim
-            known = self.rates.kernel_seconds(patch, self.heads, *widths)
+            known = self.rates.kernel_seconds(patch, self.heads, *widths, self.schedule.operator)
             self._of_patch[patch] = known
         return known
 
