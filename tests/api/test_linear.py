@@ -186,13 +186,8 @@ def check_bytes(
             assert counted == schedule.link_bytes(workload, direction), (operator, direction)
 
 
-<<<<<<< HEAD
-def schedule_of(operator: str, world: int, name: str, rows: int) -> tr.Schedule:
-    q, kv = make_layout("contiguous", world, rows), make_layout("contiguous", world, SIZES.features)
-=======
 def schedule_of(operator: str, world: int, name: str, rows: int, columns: int) -> tr.Schedule:
     q, kv = make_layout("contiguous", world, rows), make_layout("contiguous", world, columns)
->>>>>>> main
     return make_schedule(name, q, kv, tr.Full()).replace(operator=OPERATORS[operator])
 
 

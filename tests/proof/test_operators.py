@@ -12,11 +12,7 @@ from program_mutants import drop, edit
 from programs import lower_all
 
 from tokenring.errors import ScheduleError
-<<<<<<< HEAD
-from tokenring.ir.operators import COLUMN, GATHER, OPERATORS, REDUCE, ROW
-=======
 from tokenring.ir.operators import COLUMN, COLUMN_DW, COLUMN_DX, GATHER, OPERATORS, REDUCE, ROW, ROW_DC, ROW_DW
->>>>>>> main
 from tokenring.ir.schedule_data import ATTENTION, PASSES, Pass, TileOperator
 from tokenring.lowering.pair_box import pair_box
 from tokenring.lowering.program import Merge, Multiply, Pack, Program, Send
