@@ -40,7 +40,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class NotRun(Exception):
-    """This candidate has nothing to do with such a case; the message says why."""
+    """A candidate that has nothing to do with such a case; the message says why."""
 
 
 class NotInstalled(Exception):
