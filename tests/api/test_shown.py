@@ -56,8 +56,8 @@ EXAMPLES: dict[type, tuple[set[str], tuple[str, ...]]] = {
         ("tp = tr.TensorParallel(", "tp.shard(", "tr.column_linear(x, w_in, tp)", "tp.rank of tp.world_size"),
     ),
     tr.KVCache: (
-        {"capacity", "close", "crop", "held", "length", "local_length", "nbytes", "page", "positions", "reorder",
-         "reset", "starts", "step"},
+        {"capacity", "close", "crop", "drop", "held", "length", "local_length", "nbytes", "page", "positions",
+         "reorder", "reset", "starts", "step"},
         ("cache = tr.KVCache(cp, ", "with cache.step(token_ids):", "tr.cached_attention(q, k, v, cache, layer=3)"),
     ),
 }  # fmt: skip

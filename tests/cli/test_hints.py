@@ -58,6 +58,7 @@ PLAN = ("plan", "--topology", "preset:a10-pix-4", "--seq", "4k")
         (("advise", "--engine", "megatron", "--model", "llama-3.1-8b", "--topology", "hgx-h100"), "preset:hgx-h100"),
         (("rates", "--kernel", "cpu_flsh"), "cpu-flash"),
         (("rates", "--device", "cpy"), "cpu"),
+        (("topology", "--measure", "--ranks", "2", "--transport", "smh"), "shm"),
         (("demo", "--schedule", "rng"), "ring"),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, tuple) else each,

@@ -46,7 +46,7 @@ def _block(block: Sequence[str], width: int) -> list[str]:
     return [line for each in block for line in _lines(each, width)]
 
 
-class Column(NamedTuple):
+class TextColumn(NamedTuple):
     """A column that lines have in common: where it begins, where its longest cell ends, where the next one begins."""
 
     start: int
@@ -54,7 +54,7 @@ class Column(NamedTuple):
     next: int
 
 
-def _columns(seen: Sequence[str]) -> list[Column]:
+def _columns(seen: Sequence[str]) -> list[TextColumn]:
     """Return the columns of lines: in every line two spaces or more stand between them. One line has none."""
     if len(seen) < 2:
         return []
@@ -62,10 +62,10 @@ def _columns(seen: Sequence[str]) -> list[Column]:
     used = [at for at in range(longest) if any(line[at : at + 1].strip() for line in seen)]
     after = [at for before, at in pairwise(used) if at - before > 2]
     ends = [before + 1 for before, at in pairwise(used) if at - before > 2]
-    return [Column(*each) for each in zip([0, *after], [*ends, longest], [*after, longest], strict=True)]
+    return [TextColumn(*each) for each in zip([0, *after], [*ends, longest], [*after, longest], strict=True)]
 
 
-def _parts(columns: Sequence[Column], width: int) -> list[list[Column]]:
+def _parts(columns: Sequence[TextColumn], width: int) -> list[list[TextColumn]]:
     """Return the columns of each part: the first one, and as many others as fit."""
     first, *others = columns
     parts, used = [[first]], first.next
@@ -78,7 +78,7 @@ def _parts(columns: Sequence[Column], width: int) -> list[list[Column]]:
     return parts
 
 
-def _cut(line: str, columns: Sequence[Column]) -> str:
+def _cut(line: str, columns: Sequence[TextColumn]) -> str:
     """Return these columns of a line, with the colours inside of them."""
     whole = len(INK.sub("", line))
     text = ""

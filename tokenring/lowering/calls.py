@@ -1,4 +1,4 @@
-"""From a tile to kernel calls: chunks that lie together are one rectangle, if the mask lets them be."""
+"""Turn a tile into kernel calls: chunks that lie together are one rectangle, if the mask lets them be."""
 
 from __future__ import annotations
 

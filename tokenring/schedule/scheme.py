@@ -1,4 +1,4 @@
-"""From a placement and routes to a dense schedule, and through the passes to a finished one."""
+"""Make a dense schedule of a placement and routes, and a finished one by the passes."""
 
 from __future__ import annotations
 

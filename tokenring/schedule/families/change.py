@@ -1,4 +1,4 @@
-"""From one scheme to another: other ranks in its places, finer pieces, its mirror image."""
+"""Change a scheme into another: other ranks in its places, finer pieces, its mirror image."""
 
 from __future__ import annotations
 
