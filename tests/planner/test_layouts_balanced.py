@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 import tokenring as tr
-from tokenring.planner.interconnects.interconnect import full_mesh, of_hosts, ring, switch
+from tokenring.planner.interconnects.interconnect import Interconnect, full_mesh, ring, switch
 from tokenring.planner.layouts.assignment import Assignment
 from tokenring.planner.layouts.balanced import NAME, SLACK, balanced_layout, imbalance
 from tokenring.planner.layouts.demand import demand_of
@@ -136,7 +136,8 @@ def test_in_a_mesh_the_busiest_link_carries_less() -> None:
 def test_ports_of_a_mesh_are_of_links() -> None:
     assert [full_mesh(ranks, 10.0).port_links for ranks in (1, 2, 8)] == [1, 1, 7]
     assert [make(8, 10.0).port_links for make in (switch, ring)] == [1, 1]
-    assert of_hosts("two", full_mesh(4, 10.0).fabrics[0], 2).port_links == 1
+    hosts = Interconnect("two hosts", full_mesh(4, 10.0).fabrics * 2, tuple((host, at) for host in (0, 1) for at in range(4)))
+    assert hosts.port_links == 1
 
 
 def test_usual_layouts_stay_where_they_do_as_well() -> None:

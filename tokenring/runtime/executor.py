@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenring.backends.interfaces import AttentionKernel, Transport
+from tokenring.backends.interfaces import AttentionKernel, PreparesRows, Transport
 from tokenring.backends.merging.mergers import merger_for
 from tokenring.backends.merging.torch_merger import accepting, copying
 from tokenring.errors import ConfigurationError
@@ -76,6 +76,7 @@ class Executor:
             self.steps = on_streams(self.steps, alone, self.streams)
         self._begin = placed(transport, self.views, alone)
         self.adopted = binder.adopted
+        self.preparing = kernel if program.direction == "backward" and isinstance(kernel, PreparesRows) else None
 
     def run(self, call: ActiveCall, trace: Trace | None = None) -> None:
         """Run the program; `result` then gives what it made."""
