@@ -136,8 +136,8 @@ def test_in_a_mesh_the_busiest_link_carries_less() -> None:
 def test_ports_of_a_mesh_are_of_links() -> None:
     assert [full_mesh(ranks, 10.0).port_links for ranks in (1, 2, 8)] == [1, 1, 7]
     assert [make(8, 10.0).port_links for make in (switch, ring)] == [1, 1]
-    hosts = Interconnect("two hosts", full_mesh(4, 10.0).fabrics * 2, tuple((host, at) for host in (0, 1) for at in range(4)))
-    assert hosts.port_links == 1
+    places = tuple((host, device) for host in (0, 1) for device in range(4))
+    assert Interconnect("two hosts", full_mesh(4, 10.0).fabrics * 2, places).port_links == 1
 
 
 def test_usual_layouts_stay_where_they_do_as_well() -> None:
