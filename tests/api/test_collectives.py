@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from ranks import Here, RankPools
 
 import tokenring as tr
-from tokenring.planner.choosing.linear import choose
-from tokenring.planner.interconnects.interconnect import full_mesh, ring
 
+POINTS = [(2, "auto"), (3, "direct-q"), (4, "auto"), (4, "direct-q/pieces4"), (4, "mesh-q/2x2")]
+if os.environ.get("TOKENRING_FULL_GRID"):
+    POINTS += [(5, "auto"), (6, "mesh-q/2x3"), (7, "tokenring"), (8, "auto"), (8, "direct-q/pieces4"), (8, "reduced/4")]
 SHAPES = ((7,), (3, 5), (64, 33), ())
 
 
@@ -38,9 +40,7 @@ def reduced(here: Here, schedule: str, dtype: torch.dtype) -> tuple[list[torch.T
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
-@pytest.mark.parametrize(
-    ("world", "schedule"), [(2, "auto"), (3, "direct-q"), (4, "auto"), (4, "direct-q/pieces4"), (4, "mesh-q/2x2")]
-)
+@pytest.mark.parametrize(("world", "schedule"), POINTS)
 def test_all_reduce(ranks: RankPools, world: int, schedule: str, dtype: torch.dtype) -> None:
     """The same on every rank, and of parts that are rounded once on their way."""
     parts = ranks(world)(reduced, schedule, dtype)
@@ -58,17 +58,34 @@ def test_all_reduce(ranks: RankPools, world: int, schedule: str, dtype: torch.dt
                    for rank, (_, sent) in enumerate(parts))
 
 
-def scattered(here: Here) -> tuple[torch.Tensor, torch.Tensor]:
+def in_bf16(here: Here, partials: torch.dtype | None) -> torch.Tensor:
+    assert here.base.transport is not None
+    with tr.TensorParallel(partials=partials, transport=here.base.transport) as tp:
+        return tr.all_reduce(values(here.rank, 4096, dtype=torch.bfloat16), tp)
+
+
+def test_sums_are_rounded_once(ranks: RankPools) -> None:
+    """Of bf16: the exact sum in that dtype, to the bit. Parts that go straight home are the tensors themselves."""
+    wanted = sum(values(rank, 4096, dtype=torch.bfloat16).double() for rank in range(3))
+    assert isinstance(wanted, torch.Tensor)
+    assert all(made.equal(wanted.bfloat16()) for made in ranks(3)(in_bf16, torch.float32))
+    assert all(made.equal(wanted.bfloat16()) for made in ranks(3)(in_bf16, None))
+
+
+def scattered(here: Here, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     assert here.base.transport is not None
     with tr.TensorParallel(schedule="direct-q/pieces4", transport=here.base.transport) as tp:
-        return tr.reduce_scatter(values(here.rank, 8, 5), tp), tr.all_gather(values(here.rank, 4, 5), tp)
+        return tr.reduce_scatter(values(here.rank, 2 * rows, 5), tp), tr.all_gather(values(here.rank, rows, 5), tp)
 
 
-def test_reduce_scatter_and_all_gather(ranks: RankPools) -> None:
-    parts = ranks(2)(scattered)
-    torch.testing.assert_close(torch.cat([part[0] for part in parts]), values(0, 8, 5) + values(1, 8, 5))
+@pytest.mark.parametrize("rows", (4, 3, 1))
+def test_reduce_scatter_and_all_gather(ranks: RankPools, rows: int) -> None:
+    """Also of parts that the pieces do not divide."""
+    parts = ranks(2)(scattered, rows)
+    wanted = values(0, 2 * rows, 5) + values(1, 2 * rows, 5)
+    torch.testing.assert_close(torch.cat([part[0] for part in parts]), wanted)
     for _, gathered in parts:
-        assert gathered.equal(torch.cat([values(0, 4, 5), values(1, 4, 5)]))
+        assert gathered.equal(torch.cat([values(0, rows, 5), values(1, rows, 5)]))
 
 
 REFUSED: dict[str, Callable[[tr.TensorParallel], Any]] = {
@@ -78,6 +95,8 @@ REFUSED: dict[str, Callable[[tr.TensorParallel], Any]] = {
     "without dimensions": lambda tp: tr.all_gather(torch.tensor(1.0), tp),
     "its first dimension": lambda tp: tr.reduce_scatter(torch.tensor(1.0), tp),
     "was given a list": lambda tp: tr.all_reduce([1.0], tp),  # type: ignore[arg-type]
+    "tp is of type int": lambda tp: tr.all_gather(torch.ones(1), 3),  # type: ignore[arg-type]
+    "tp is of type NoneType": lambda tp: tr.reduce_scatter(torch.ones(1), None),  # type: ignore[arg-type]
 }
 
 
@@ -103,15 +122,4 @@ def other_length(here: Here) -> str:
 
 
 def test_ranks_that_differ(ranks: RankPools) -> None:
-    assert all("width: rank 0: 2; rank 1: 4" in text for text in ranks(2)(other_length))
-
-
-def test_the_choice_follows_topology_and_sizes() -> None:
-    """On a ring X goes round, on a mesh straight; tokens stay where they are more than features are wide."""
-    layer = tr.Workload(1, 8192, 8192, 1, 1, 4096, torch.bfloat16)
-    assert choose("column", layer, 8, "weights", ring(8, 0.02)) == "tokenring"
-    assert choose("column", layer, 8, "weights", full_mesh(8, 0.02)).startswith("direct-q")
-    many = tr.Workload(1, 1 << 20, 4096, 1, 1, 4096, torch.bfloat16)
-    assert choose("row", many, 4, "either", full_mesh(4, 0.01)).startswith("direct-kv")
-    with pytest.raises(tr.ConfigurationError, match="has 4 ranks, the group has 8"):
-        choose("column", layer, 8, "weights", ring(4, 1.0))
+    assert all("shape: rank 0: [4]; rank 1: [8]" in text for text in ranks(2)(other_length))

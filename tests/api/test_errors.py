@@ -319,11 +319,11 @@ def about_groups(here: Here) -> dict[str, str]:
 
 def test_groups(ranks: RankPools) -> None:
     for rank, found in enumerate(ranks(4)(about_groups)):
-        not_one = "ConfigurationError: this rank is not a member of the group; only members make a ContextParallel"
+        not_one = "ConfigurationError: this rank is not a member of the group; only members make a context of it"
         member = "nothing" if rank < 2 else not_one
         assert found == {
             "mesh": "ConfigurationError: a DeviceMesh of 2 dimensions was given; "
-            "name the one for context parallelism, as mesh['cp']",
+            "name one of them, as mesh['cp']",
             "slice": "nothing",
             "transport": f"ConfigurationError: in the transport this is rank {rank} of 4, in the group "
             f"rank {rank % 2} of 2: give a transport of the same group",

@@ -12,7 +12,7 @@ from ranks import Here, RankError, RankPools
 from test_cached_attention import HEADS
 
 import tokenring as tr
-from tokenring.api.caching.filling import Filled, Room, Sight, below, cut, places
+from tokenring.api.caching.filling import Filled, Room, CacheSight, below, cut, places
 from tokenring.api.caching.one_token import one_token
 from tokenring.api.caching.rows import _after, rows_over
 from tokenring.backends.merging.all_at_once import merge_all
@@ -124,6 +124,8 @@ def test_it_says_what_it_is() -> None:
     assert repr(cache) == "KVCache(5 of 64 tokens, 5 of them at rank 0 of 1, 2 layers, 17408 bytes)"
     assert cache.nbytes == 2 * 2 * 2 * 8 * 4 * (64 + 4)
     assert "filled" not in dir(cache) and "crop" in dir(cache)
+    cache.close()
+    assert repr(cache).endswith(" 0 bytes, closed)")
 
 
 def decoded(here: Here, short: bool) -> tuple[torch.Tensor, int]:
@@ -336,9 +338,9 @@ def test_what_a_window_has_left_is_not_read() -> None:
     for window, left in ((12, 8), (10, 8), (9, 4), (8, 4)):
         found = _after(runs, 20 - window)
         assert sum(map(len, found[1])) == left and found[0] == 12 - left
-        out, lse = rows_over(q, (Positions(20, 21),), k, k, runs, Sight(window), 1.0)
+        out, lse = rows_over(q, (Positions(20, 21),), k, k, runs, CacheSight(window), 1.0)
         assert torch.equal(out, torch.ones_like(out)) and bool(lse.isfinite().all())
-    out, lse = rows_over(q, (Positions(90, 91),), k, k, runs, Sight(5), 1.0)
+    out, lse = rows_over(q, (Positions(90, 91),), k, k, runs, CacheSight(5), 1.0)
     assert not out.any() and bool((lse == -torch.inf).all())
 
 

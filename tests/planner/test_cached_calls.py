@@ -110,7 +110,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [(["--json"], "--json is for a plan of training"), (["--tokens", "0"], "--tokens"),
+    [(["--save", "a.json"], "--save is for a plan of training"), (["--tokens", "0"], "--tokens"),
      (["--layout", "zigzag"], "--layout is for a plan of training"),
      (["--seq", "128k"], "--seq 128k does not go with --cached: its lengths"),
      (["--mask", "causal"], "--mask causal does not go with --cached: new tokens see all"),

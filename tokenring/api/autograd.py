@@ -8,7 +8,7 @@ refused, by a node that the pass leaves on its results.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -23,28 +23,49 @@ from tokenring.runtime.executor import Executor
 from tokenring.sequence.workload import Request
 
 if TYPE_CHECKING:
+    from tokenring.backends.interfaces import PreparesRows
     from tokenring.runtime.trace import Trace
 
-INSTEAD = (
-    "it has the first derivative only, by backward() or torch.autograd.grad: leave attention out of that term, or "
-    "compute it there with attention that torch can differentiate twice (sdpa_kernel(SDPBackend.MATH))"
+
+class Refused(NamedTuple):
+    """Texts of errors about the derivatives and transforms that a call does not have."""
+
+    second: str
+    forward_mode: str
+    transform: str
+    batched: str
+
+
+def refused(name: str, instead: str) -> Refused:
+    """Return what errors say of a function. instead: what to do where another derivative than the first is wanted."""
+    instead = f"it has the first derivative only, by backward() or torch.autograd.grad: {instead}"
+    return Refused(
+        f"a second derivative of {name} was asked for, as gradient penalties, Hessians and "
+        f"torch.autograd.functional.jvp do: {instead}",
+        f"a forward-mode derivative of {name} was asked for: {instead}",
+        in_transform(name, instead),
+        f"gradients of {name} were asked for in a batch, as is_grads_batched and vectorize=True do, and the "
+        f"exchange between ranks is for one at a time: ask for one after another",
+    )
+
+
+def in_transform(name: str, instead: str) -> str:
+    """Return what an error says of a function inside a transform of torch.func."""
+    return (
+        f"{name} was called inside a transform of torch.func (jvp, jacfwd, hessian, grad, vmap), which cannot "
+        f"look into an exchange between ranks: {instead}"
+    )
+
+
+ATTENTION = refused(
+    "tokenring.attention",
+    "leave attention out of that term, or compute it there with attention that torch can differentiate twice "
+    "(sdpa_kernel(SDPBackend.MATH))",
 )
-SECOND = (
-    "a second derivative of tokenring.attention was asked for, as gradient penalties, Hessians and "
-    f"torch.autograd.functional.jvp do: {INSTEAD}"
-)
+SECOND, FORWARD_MODE, TRANSFORM, BATCHED = ATTENTION
 RECORDED = (
     "backward with create_graph=True goes through a captured call, whose derivative is not recorded: call "
     "tokenring.attention without a capture, which has the first derivative, or leave out create_graph"
-)
-FORWARD_MODE = f"a forward-mode derivative of tokenring.attention was asked for: {INSTEAD}"
-TRANSFORM = (
-    "tokenring.attention was called inside a transform of torch.func (jvp, jacfwd, hessian, grad, vmap), which cannot "
-    f"look into an exchange between ranks: {INSTEAD}"
-)
-BATCHED = (
-    "gradients of tokenring.attention were asked for in a batch, as is_grads_batched and vectorize=True do, and the "
-    "exchange between ranks is for one at a time: ask for one after another"
 )
 
 Gradients = tuple[torch.Tensor, ...]
@@ -187,10 +208,13 @@ def run_backward(
     """
     with beginning(executor.transport):
         own = {"q": q, "k": k, "v": v, "dout": dout}
-        given = OwnTensors({name: _rows_packed(x) for name, x in own.items()}, lse=lse, out=out)
+        preparing = None if lse_gradient else executor.preparing
+        given = OwnTensors({name: _rows_packed(x) for name, x in own.items()}, out=out)
+        given.rows_lse, given.preparing = lse, preparing
         if dlse is not None:
             given["dlse"] = dlse
         call = ActiveCall(given, executor.views.kept_slots_in(kept), any_delta=AnyDelta if lse_gradient else None)
+        call.kernel = None if preparing is None else preparing.for_call()
     with torch.autocast(q.device.type, enabled=False):
         executor.run(call, trace)
     dq = _kept_by_caller(executor.result(call, "q_partial", "dq"), q.dtype)
@@ -199,12 +223,23 @@ def run_backward(
 
 
 class OwnTensors(dict[str, torch.Tensor]):
-    """The call's tensors; delta [B, H, T] is computed when the first instruction asks for it."""
+    """The call's tensors; lse and delta [B, H, T] are made when the first instruction asks for them.
+
+    rows_lse: lse as forward left it. preparing: the kernel for which both are prepared, if it wants that.
+    """
+
+    rows_lse: torch.Tensor | None = None
+    preparing: PreparesRows | None = None
 
     def __missing__(self, name: str) -> torch.Tensor:
-        if name != "delta":
+        if name == "lse" and self.rows_lse is not None:
+            self[name] = self.rows_lse if self.preparing is None else self.preparing.prepared_lse(self.rows_lse)
+        elif name == "delta":
+            lse = self["lse"] if self.rows_lse is None else self.rows_lse
+            found = rows_delta(self["dout"], self["out"], lse, self.get("dlse"))
+            self[name] = found if self.preparing is None else self.preparing.prepared_delta(self["dout"], found)
+        else:
             raise KeyError(name)
-        self[name] = rows_delta(self["dout"], self["out"], self["lse"], self.get("dlse"))
         return self[name]
 
 
@@ -259,31 +294,35 @@ class _First(torch.autograd.Function):
     """A backward pass as an autograd node, which refuses to be differentiated itself."""
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[[], Gradients], *depends: torch.Tensor) -> Gradients:
+    def forward(ctx: Any, compute: Callable[[], Gradients], of: Refused, *depends: torch.Tensor) -> Gradients:
+        ctx.of = of
         return compute()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:
-        raise UnsupportedError(SECOND)
+        raise UnsupportedError(ctx.of.second)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
-        raise UnsupportedError(FORWARD_MODE)
+        raise UnsupportedError(ctx.of.forward_mode)
 
 
-def first(compute: Callable[[], Gradients], *depends: torch.Tensor) -> Gradients:
-    """Return what `compute` gives in a backward pass; a node on it refuses a second derivative by `depends`."""
+def first(compute: Callable[[], Gradients], *depends: torch.Tensor, of: Refused = ATTENTION) -> Gradients:
+    """Return what `compute` gives in a backward pass; a node on it refuses a second derivative by `depends`.
+
+    of: what to say then.
+    """
     if not torch.is_grad_enabled():  # this pass is not recorded
         return compute()
-    made: Gradients = _First.apply(compute, *depends)  # type: ignore[no-untyped-call]
+    made: Gradients = _First.apply(compute, of, *depends)  # type: ignore[no-untyped-call]
     return made
 
 
-def refuse_batched(dout: torch.Tensor) -> None:
+def refuse_batched(dout: torch.Tensor, of: Refused = ATTENTION) -> None:
     """Raise UnsupportedError in a backward pass for several gradients at once."""
-    refuse_transforms()
+    refuse_transforms(of.transform)
     if torch._C._functorch.is_legacy_batchedtensor(dout):
-        raise UnsupportedError(BATCHED)
+        raise UnsupportedError(of.batched)
 
 
 def refuse_recorded() -> None:
@@ -293,10 +332,10 @@ def refuse_recorded() -> None:
         raise UnsupportedError(RECORDED)
 
 
-def refuse_transforms() -> None:
+def refuse_transforms(text: str = TRANSFORM) -> None:
     """Raise UnsupportedError inside torch.func's transforms, whose tensors are wrappers, before any exchange."""
     if torch._C._are_functorch_transforms_active():  # what autograd.Function.apply asks
-        raise UnsupportedError(TRANSFORM)
+        raise UnsupportedError(text)
 
 
 def refuse_tangents(*operands: torch.Tensor) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from tokenring.api.autograd import refuse_transforms
-from tokenring.api.tensor_parallel import DTYPES, LinearRequest, TensorParallel
+from tokenring.api.autograd import in_transform, refuse_transforms
+from tokenring.api.inputs import check_tensor
+from tokenring.api.tensor_parallel import DTYPES, Given, LinearRequest, TensorParallel, check_parallel, run, taken
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.runtime.agreement import beginning
+from tokenring.runtime.executor import Executor
 
 
 def all_reduce(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
@@ -19,13 +22,18 @@ def all_reduce(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     Sums are in fp32, rounded once. Raises ConfigurationError (ranks that differ), UnsupportedError (dtypes but fp32 and
     bf16, tensors that want gradients) and PeerLost.
     """
+    check_parallel(tp)
     with tp.refusing("forward", t):
-        _check(t, "all_reduce")
-        request = _request(t, t.numel(), tp)
-        rows = _padded(t, request)
+        given = _checked(t, "all_reduce")
+        request = tp.collective(t.numel(), t)
+        rows = _rows(t.detach().reshape(1, -1), request.tokens * request.width, request)
+        made = rows.new_empty(rows.shape)
     with tp.turn:
-        summed = _reduce(rows, request, tp)
-        made = _gather(summed, request, tp, agreed=True)
+        reducing, gathering = tp.begin(request, given, "forward", "backward")
+        summed = _reduced(reducing, rows)
+        with beginning(gathering.transport):
+            own = _as_own(taken(summed, t.dtype))
+        run(gathering, {"dy": own, "da": made})
     return made.flatten()[: t.numel()].view(t.shape)
 
 
@@ -35,16 +43,21 @@ def reduce_scatter(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     Raises ConfigurationError (a first dimension that the ranks do not divide, ranks that differ), UnsupportedError and
     PeerLost, as all_reduce.
     """
+    check_parallel(tp)
+    ranks = tp.world_size
     with tp.refusing("forward", t):
-        _check(t, "reduce_scatter")
-        if t.dim() == 0 or t.shape[0] % tp.world_size:
+        given = _checked(t, "reduce_scatter")
+        if t.dim() == 0 or t.shape[0] % ranks:
             raise ConfigurationError(
-                f"reduce_scatter was given {list(t.shape)}: its first dimension does not divide by {tp.world_size} "
+                f"reduce_scatter was given {list(t.shape)}: its first dimension does not divide by {ranks} "
                 f"ranks; pad it"
             )
-        request = _request(t, t.numel(), tp, exact=True)
-        rows = _padded(t, request)
-    return _reduce(rows, request, tp).view(t.shape[0] // tp.world_size, *t.shape[1:])
+        request, shape = tp.collective(t.numel(), t), (t.shape[0] // ranks, *t.shape[1:])
+        rows = _rows(t.detach().reshape(ranks, -1), request.tokens * request.width // ranks, request)
+    with tp.turn:
+        (reducing,) = tp.begin(request, given, "forward")
+        made = taken(_reduced(reducing, rows), t.dtype)
+    return made.flatten()[: t.numel() // ranks].view(shape)
 
 
 def all_gather(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
@@ -52,53 +65,48 @@ def all_gather(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
 
     Raises ConfigurationError (ranks that differ), UnsupportedError and PeerLost, as all_reduce.
     """
+    check_parallel(tp)
+    ranks = tp.world_size
     with tp.refusing("backward", t):
-        _check(t, "all_gather")
+        given = _checked(t, "all_gather")
         if t.dim() == 0:
             raise ConfigurationError("all_gather was given a tensor without dimensions: give [n, ...]")
-        request = _request(t, t.numel() * tp.world_size, tp, exact=True)
-        own = t.detach().contiguous().view(request.tokens // tp.world_size, request.width)
-    return _gather(own, request, tp).view(t.shape[0] * tp.world_size, *t.shape[1:])
+        request, shape = tp.collective(t.numel() * ranks, t), (t.shape[0] * ranks, *t.shape[1:])
+        own = _rows(t.detach().reshape(1, -1), request.tokens * request.width // ranks, request)
+        made = own.new_empty(request.tokens, request.width)
+    with tp.turn:
+        (gathering,) = tp.begin(request, given, "backward")
+        run(gathering, {"dy": _as_own(own), "da": made})
+    return made.view(ranks, -1)[:, : t.numel()].reshape(shape)
 
 
-def _check(t: torch.Tensor, name: str) -> None:
-    refuse_transforms()
+def _checked(t: torch.Tensor, name: str) -> Given:
+    """Return what the ranks have to give alike. Raises ConfigurationError and UnsupportedError."""
+    refuse_transforms(in_transform(f"tokenring.{name}", "call it outside"))
     if not isinstance(t, torch.Tensor):
         raise ConfigurationError(f"{name} was given a {type(t).__name__}: give a tensor")
+    check_tensor(name, t)
     if t.dtype not in DTYPES:
         raise UnsupportedError(f"{name} in {t.dtype} is not supported; use float32 or bfloat16")
     if t.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(f"{name} has no derivative: call it under torch.no_grad(), or on t.detach()")
     if not t.numel():
         raise ConfigurationError(f"{name} was given {list(t.shape)}, which has no elements")
+    return {"call": name, "shape": list(t.shape)}
 
 
-def _request(t: torch.Tensor, elements: int, tp: TensorParallel, exact: bool = False) -> LinearRequest:
-    """Return the request for so many elements: rows as pieces want them, each as wide as it must be.
-
-    exact: elements divide by the ranks, and are not padded: one row a rank where pieces do not divide them.
-    """
-    pieces = tp.pieces_of(elements * t.dtype.itemsize)
-    rows = tp.world_size * pieces
-    if exact and elements % rows:
-        rows = tp.world_size
-    return LinearRequest("reduce", rows, tp.world_size, -(-elements // rows), t.dtype, t.device)
+def _rows(parts: torch.Tensor, size: int, request: LinearRequest) -> torch.Tensor:
+    """Return parts [k, n], each padded to so many elements, as rows of the request's width."""
+    if size > parts.shape[1]:
+        parts = torch.nn.functional.pad(parts, (0, size - parts.shape[1]))
+    return parts.contiguous().view(-1, request.width)
 
 
-def _padded(t: torch.Tensor, request: LinearRequest) -> torch.Tensor:
-    flat, size = t.detach().contiguous().flatten(), request.tokens * request.width
-    if flat.numel() < size:
-        flat = torch.nn.functional.pad(flat, (0, size - flat.numel()))
-    return flat.view(request.tokens, request.width)
+def _reduced(executor: Executor, rows: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of the sum, in fp32: in memory of the pool, or of the call."""
+    return executor.result(run(executor, {"a": rows}), "q_partial", "y")[0, :, 0]
 
 
-def _reduce(rows: torch.Tensor, request: LinearRequest, tp: TensorParallel) -> torch.Tensor:
-    """Return this rank's rows of the sum."""
-    executor, call = tp.call(request, "forward", {"a": rows})
-    return executor.result(call, "q_partial", "y")[0, :, 0].to(rows.dtype, copy=rows.dtype != torch.float32)
-
-
-def _gather(own: torch.Tensor, request: LinearRequest, tp: TensorParallel, agreed: bool = False) -> torch.Tensor:
-    made = own.new_empty(request.tokens, request.width)
-    tp.call(request, "backward", {"dy": own[None, :, None, :], "da": made}, agreed)
-    return made
+def _as_own(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [n, width] as the executor knows a rank's own tensor: [1, n, 1, width]."""
+    return rows[None, :, None, :]

@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from tokenring.api.autograd import first, refuse_batched, refuse_transforms
-from tokenring.api.tensor_parallel import DTYPES, LinearRequest, TensorParallel
+from tokenring.api.autograd import Refused, first, refuse_batched, refuse_transforms, refused
+from tokenring.api.inputs import check_tensor
+from tokenring.api.tensor_parallel import DTYPES, Given, LinearRequest, Stays, TensorParallel, check_parallel, taken
 from tokenring.errors import ConfigurationError, UnsupportedError
+
+INSTEAD = "compute what needs another one with torch.nn.functional.linear, of tensors that are gathered"
+COLUMN, ROW = (refused(f"tokenring.{name}_linear", INSTEAD) for name in ("column", "row"))
+# By whether the input wants a gradient, and the weight.
+BACKWARD = {
+    "column": {(True, True): "column", (True, False): "column-dx", (False, True): "column-dw"},
+    "row": {(True, True): "row", (True, False): "row-dc", (False, True): "row-dw"},
+}
+
+
+Gradients = dict[str, torch.Tensor]  # of "x", the input, and "w"; what is not there has none
+
+
+class Layer(NamedTuple):
+    """One call of a layer, as both of its passes need it.
+
+    given: what the ranks agree on. tokens: of one rank and batch. wanted: gradients of the input and of the weight.
+    """
+
+    tp: TensorParallel
+    request: LinearRequest
+    given: Given
+    tokens: int
+    wanted: tuple[bool, bool]
+
+    @property
+    def backward(self) -> LinearRequest:
+        """The request of a backward pass that makes the gradients that are wanted."""
+        return self.request._replace(operator=BACKWARD[self.request.operator][self.wanted])
 
 
 def column_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
@@ -21,15 +52,16 @@ def column_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> 
     Raises ConfigurationError (sizes that do not fit, ranks that differ), UnsupportedError (dtypes but fp32 and bf16)
     and PeerLost.
     """
+    check_parallel(tp)
     with tp.refusing("forward", x, weight):
-        refuse_transforms()
+        refuse_transforms(COLUMN.transform)
         _check(x, weight, True, "column_linear", "x [B, T/P, D] and weight [N/P, D]")
         ranks = tp.world_size
-        sizes = x.shape[0] * x.shape[1] * ranks, weight.shape[0] * ranks, x.shape[2]
-        request = LinearRequest("column", *sizes, x.dtype, x.device)
-        tp.schedule_of(request)
-    made: torch.Tensor = _Column.apply(x, weight, tp, request)  # type: ignore[no-untyped-call]
-    return made
+        request = tp.request("column", (x.shape[0] * x.shape[1] * ranks, weight.shape[0] * ranks, x.shape[2]), x)
+        layer = Layer(tp, request, _given("column_linear", x=x, weight=weight), x.shape[1], _wanted(x, weight))
+        made = x.new_empty(tp.box(request).shape)
+    result: torch.Tensor = _Column.apply(x, weight, made, layer)  # type: ignore[no-untyped-call]
+    return result
 
 
 def row_linear(h: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
@@ -42,12 +74,16 @@ def row_linear(h: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> tor
     Raises ConfigurationError (sizes that do not fit, ranks that differ), UnsupportedError (dtypes but fp32 and bf16)
     and PeerLost.
     """
+    check_parallel(tp)
     with tp.refusing("forward", h, weight):
-        refuse_transforms()
+        refuse_transforms(ROW.transform)
         _check(h, weight, False, "row_linear", "h [B, T, N/P] and weight [D, N/P]")
         request = _row_request(h, weight, tp)
-    made: torch.Tensor = _Row.apply(h, weight, tp, request)  # type: ignore[no-untyped-call]
-    return made
+        tokens = request.tokens // tp.world_size // h.shape[0]
+        layer = Layer(tp, request, _given("row_linear", h=h, weight=weight), tokens, _wanted(h, weight))
+        c = _as_rows(h.detach(), tokens)
+    result: torch.Tensor = _Row.apply(h, weight, c, layer)  # type: ignore[no-untyped-call]
+    return result
 
 
 # ---------- checks
@@ -57,6 +93,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, wide: bool, name: str, shapes:
     for each in (x, weight):
         if not isinstance(each, torch.Tensor):
             raise ConfigurationError(f"{name} was given a {type(each).__name__}: give tensors, {shapes}")
+        check_tensor(name, each)
     if x.dim() != 3 or weight.dim() != 2 or 0 in (*x.shape, *weight.shape) or (wide and weight.shape[1] != x.shape[2]):
         raise ConfigurationError(f"{name} was given {list(x.shape)} and {list(weight.shape)}: give {shapes}")
     if x.dtype != weight.dtype or x.device != weight.device:
@@ -66,6 +103,20 @@ def _check(x: torch.Tensor, weight: torch.Tensor, wide: bool, name: str, shapes:
         )
     if x.dtype not in DTYPES:
         raise UnsupportedError(f"{name} in {x.dtype} is not supported; use float32 or bfloat16")
+
+
+def _wanted(x: torch.Tensor, weight: torch.Tensor) -> tuple[bool, bool]:
+    """Return whether backward makes gradients of an input, and of a weight."""
+    recorded = torch.is_grad_enabled()
+    return recorded and x.requires_grad, recorded and weight.requires_grad
+
+
+def _given(name: str, **tensors: torch.Tensor) -> Given:
+    """Return what the ranks have to give alike: a rank that records nothing would miss in backward."""
+    recorded = torch.is_grad_enabled()
+    wanted = " and ".join(each for each, x in tensors.items() if recorded and x.requires_grad)
+    shapes = {each: list(x.shape) for each, x in tensors.items()}
+    return {"call": name, **shapes, "gradients of": wanted or "none"}
 
 
 def _row_request(h: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> LinearRequest:
@@ -83,11 +134,13 @@ def _row_request(h: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> L
             f"row_linear was given {h.shape[1]} tokens, which do not divide by {share} ranks: pad the sequence"
         )
     tokens = rows // share * ranks
-    request = LinearRequest("row", tokens, features, weight.shape[0], h.dtype, h.device)
+    stays: Stays | None = None
+    if tp.stays == "either":
+        stays = "weights" if share == ranks else "tokens"
+    request = tp.request("row", (tokens, features, weight.shape[0]), h, stays)
     if (shape := tp.box(request).shape) != (rows, h.shape[2]):
-        name = tp.schedule_of(request).name
         raise ConfigurationError(
-            f"row_linear was given h of {rows} tokens and {h.shape[2]} features, but schedule {name!r} has "
+            f"row_linear was given h of {rows} tokens and {h.shape[2]} features, but schedule {request.schedule!r} has "
             f"{shape[0]} and {shape[1]} on a rank: compute the column layer before it by the same schedule, or say "
             f"which stays: TensorParallel(stays=...)"
         )
@@ -122,82 +175,125 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _to_main_grad(weight: torch.Tensor, dw: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of a weight; where it has a main_grad, add it there, in that dtype, and return what it wants.
+def _parameter(weight: torch.Tensor, layer: Layer) -> torch.Tensor | None:
+    """Return a weight if its main_grad is to be added to: to save it may give back another tensor, without one.
+
+    A leaf lives as long as its module.
+    """
+    return weight if layer.wanted[1] and (weight.is_leaf or hasattr(weight, "main_grad")) else None
+
+
+def _of_weight(parameter: torch.Tensor | None, dtype: torch.dtype, dw: torch.Tensor) -> Gradients:
+    """Return the gradient of a weight for autograd; where it has a main_grad, add it there, and return what it wants.
 
     Megatron's hooks want a gradient that nobody reads, where it says grad_added_to_main_grad.
     """
-    main_grad = getattr(weight, "main_grad", None)
-    if not isinstance(main_grad, torch.Tensor):
-        return dw.to(weight.dtype)
+    main_grad = getattr(parameter, "main_grad", None)
+    if parameter is None or not isinstance(main_grad, torch.Tensor):
+        return {"w": taken(dw, dtype).contiguous().data}
     main_grad.add_(dw)
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    return torch.zeros_like(weight)
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return {}
+    parameter.grad_added_to_main_grad = True
+    return {"w": torch.zeros_like(parameter)}
 
 
 # ---------- passes
+#
+# Results are `.data`: in-place operations on a view that a function of autograd returns are refused.
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel, request: LinearRequest
-    ) -> torch.Tensor:
-        c = x.new_empty(tp.box(request).shape)
-        tp.call(request, "forward", {"x": _own(_rows(x)), "w": _own(weight), "c": c})
-        ctx.save_for_backward(x, weight)
-        ctx.tp, ctx.request = tp, request
-        return _as_batches(c, x.shape[0], x.shape[1])
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, c: torch.Tensor, layer: Layer) -> torch.Tensor:
+        with layer.tp.turn:
+            own = {"x": _own(_rows(x)), "w": _own(weight), "c": c}
+            layer.tp.call(layer.request, "forward", layer.given, own)
+        ctx.save_for_backward(x if layer.wanted[1] else None, weight if layer.wanted[0] else None)
+        ctx.layer, ctx.parameter = layer, _parameter(weight, layer)
+        return _as_batches(c, x.shape[0], x.shape[1]).data
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with ctx.tp.refusing("backward", dout):
-            refuse_batched(dout)
+        layer: Layer = ctx.layer
+        with layer.tp.refusing("backward", dout):
+            refuse_batched(dout, COLUMN)
             x, weight = ctx.saved_tensors
+            own = {"dc": _as_rows(dout.detach(), layer.tokens)}
+            if x is not None:
+                own["x"] = _own(_rows(x))
+            if weight is not None:
+                own["w"] = _own(weight)
 
-        def compute() -> tuple[torch.Tensor, ...]:
-            dc = _as_rows(dout, x.shape[1])
-            own = {"x": _own(_rows(x)), "w": _own(weight), "dc": dc}
-            executor, call = ctx.tp.call(ctx.request, "backward", own)
-            dx = executor.result(call, "q_partial", "dx")[0, :, 0].to(x.dtype, copy=x.dtype != torch.float32)
-            dw = executor.result(call, "kv_partial", "dw")[0, :, 0]
-            return dx.reshape(x.shape), *_given(_to_main_grad(weight, dw))
+        def compute() -> Gradients:
+            made: Gradients = {}
+            with layer.tp.turn:
+                executor, call = layer.tp.call(layer.backward, "backward", layer.given, own)
+                if layer.wanted[0]:
+                    dx = taken(executor.result(call, "q_partial", "dx")[0, :, 0], dout.dtype)
+                    made["x"] = dx.view(dout.shape[0], layer.tokens, -1).data
+                if layer.wanted[1]:
+                    made |= _of_weight(ctx.parameter, dout.dtype, executor.result(call, "kv_partial", "dw")[0, :, 0])
+            return made
 
-        dx, *dw = first(compute, dout, x, weight)
-        return dx, dw[0] if dw else None, None, None
+        return _gradients(compute, COLUMN, dout, x, weight)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
+        raise UnsupportedError(COLUMN.forward_mode)
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, h: torch.Tensor, weight: torch.Tensor, tp: TensorParallel, request: LinearRequest
-    ) -> torch.Tensor:
-        ctx.tokens = request.tokens // tp.world_size // h.shape[0]
-        executor, call = tp.call(request, "forward", {"w": _own(weight.t()), "c": _as_rows(h, ctx.tokens)})
-        y = executor.result(call, "q_partial", "y")[0, :, 0].to(h.dtype, copy=h.dtype != torch.float32)
-        ctx.save_for_backward(h, weight)
-        ctx.tp, ctx.request = tp, request
-        return y.reshape(h.shape[0], ctx.tokens, -1)
+    def forward(ctx: Any, h: torch.Tensor, weight: torch.Tensor, c: torch.Tensor, layer: Layer) -> torch.Tensor:
+        with layer.tp.turn:
+            own = {"w": _own(weight.t()), "c": c}
+            executor, call = layer.tp.call(layer.request, "forward", layer.given, own)
+            y = taken(executor.result(call, "q_partial", "y")[0, :, 0], h.dtype)
+        ctx.save_for_backward(h if layer.wanted[1] else None, weight if layer.wanted[0] else None)
+        ctx.layer, ctx.parameter = layer, _parameter(weight, layer)
+        return y.reshape(h.shape[0], layer.tokens, -1).data
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with ctx.tp.refusing("backward", dout):
-            refuse_batched(dout)
+        layer: Layer = ctx.layer
+        with layer.tp.refusing("backward", dout):
+            refuse_batched(dout, ROW)
             h, weight = ctx.saved_tensors
+            own = {"dy": _own(_rows(dout.detach()))}
+            if h is not None:
+                own["c"] = _as_rows(h, layer.tokens)
+            if weight is not None:
+                own |= {"w": _own(weight.t()), "dc": dout.new_empty(layer.tp.box(layer.request).shape)}
 
-        def compute() -> tuple[torch.Tensor, ...]:
-            c = _as_rows(h, ctx.tokens)
-            dc = torch.empty_like(c)
-            own = {"dy": _own(_rows(dout)), "w": _own(weight.t()), "c": c, "dc": dc}
-            executor, call = ctx.tp.call(ctx.request, "backward", own)
-            dw = executor.result(call, "kv_partial", "dw")[0, :, 0].t()
-            return _as_batches(dc, h.shape[0], ctx.tokens), *_given(_to_main_grad(weight, dw))
+        def compute() -> Gradients:
+            made: Gradients = {}
+            with layer.tp.turn:
+                executor, call = layer.tp.call(layer.backward, "backward", layer.given, own)
+                if layer.wanted[1]:
+                    made = _of_weight(ctx.parameter, dout.dtype, executor.result(call, "kv_partial", "dw")[0, :, 0].t())
+            if layer.wanted[0]:
+                made["x"] = _as_batches(own["dc"], dout.shape[0], layer.tokens).data
+            return made
 
-        dh, *dw = first(compute, dout, h, weight)
-        return dh, dw[0] if dw else None, None, None
+        return _gradients(compute, ROW, dout, h, weight)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
+        raise UnsupportedError(ROW.forward_mode)
 
 
-def _given(dw: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    return () if dw is None else (dw,)
+def _gradients(
+    compute: Callable[[], Gradients], of: Refused, *depends: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of input and weight, and of what has none, with a node that refuses a second derivative."""
+    names: list[str] = []
+
+    def listed() -> tuple[torch.Tensor, ...]:
+        made = compute()
+        names.extend(made)
+        return tuple(made.values())
+
+    found = first(listed, *(each for each in depends if each is not None), of=of)
+    made = dict(zip(names, found, strict=True))
+    return made.get("x"), made.get("w"), None, None

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 
 from tokenring.api.context import TIMEOUT_SECONDS, ContextParallel
 from tokenring.api.standing import Standing
-from tokenring.errors import ConfigurationError
-from tokenring.ir.schedule_data import Pass
+from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.ir.schedule_data import FULL, Pass
 from tokenring.runtime.agreement import Description, agree, beginning, refusing
 from tokenring.runtime.call import ActiveCall
 from tokenring.schedule.names import make_schedule
 from tokenring.schedule.schedule import Schedule
-from tokenring.sequence.layout import make_layout
+from tokenring.sequence.layout import as_integer, make_layout
 from tokenring.sequence.mask import Full
 from tokenring.sequence.workload import Workload
 from tokenring.weak_method import weakly
@@ -31,12 +32,18 @@ Stays = Literal["weights", "tokens", "either"]
 STAYS = ("weights", "tokens", "either")
 CACHED = 64  # bound programs
 DTYPES = (torch.float32, torch.bfloat16)
+COLLECTIVES = ("reduce", "gather")
+PLANNED = ("column", "row", *COLLECTIVES)
+CPU = torch.device("cpu")
+WIDE = (("kv_partial", FULL), ("q_partial", FULL))
+Given: TypeAlias = Mapping[str, object]
 
 
 class LinearRequest(NamedTuple):
-    """One linear layer, or collective, over a group: tokens and features of all ranks together."""
+    """One linear layer, or collective, over a group: its schedule, and tokens and features of all ranks together."""
 
     operator: str
+    schedule: str
     tokens: int
     features: int
     width: int
@@ -60,21 +67,24 @@ class _NoKernel:
 class TensorParallel(Standing):
     """Linear layers split over the ranks of a group, as Megatron's with sequence parallelism.
 
-        tp = tr.TensorParallel()                        # all ranks, or group=mesh["tp"]
+        tp = tr.TensorParallel()                        # all ranks, or group=mesh["tp"]: tp.rank of tp.world_size
+        w_in = tp.shard(whole_w_in)                     # this rank's part of a weight
         h = tr.column_linear(x, w_in, tp)               # x [B, T/P, D], w_in [N/P, D] → [B, T, N/P]
         y = tr.row_linear(act(h), w_out, tp)            # w_out [D, N/P] → [B, T/P, D]
 
     group, transport, timeout_seconds: as of ContextParallel.
     schedule: "auto", or a name (docs/layer.md): "direct-q", "tokenring" (weights stay), "direct-kv", "ring" (tokens
         stay), "tiles/2x2".
-    stays: for "auto": "weights", "tokens", or "either", by what moves fewer bytes and hides better. It decides the
-        shape of what lies between a column and a row layer: [B, T, N/P] or [B, T/P, N].
+    stays: for "auto": "weights", "tokens", or "either". It decides the shape of what lies between a column and a row
+        layer: [B, T, N/P] or [B, T/P, N]. "either": what is faster for the column layer; a row layer takes the shape.
     topology: an Interconnect, by which "auto" chooses; None: every pair of ranks has a link of its own.
+    partials: torch.float32 sends parts of sums in fp32, where tensors are bf16: twice their bytes, for an error as of
+        one device. None: in the tensors' dtype.
 
     Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds.
     """
 
-    _internal = frozenset(("bound", "box", "call", "pieces_of", "schedule_of", "turn"))
+    _internal = frozenset(("begin", "box", "call", "collective", "refusing", "request", "schedule_of", "turn"))
 
     def __init__(
         self,
@@ -84,113 +94,140 @@ class TensorParallel(Standing):
         *,
         stays: Stays = "weights",
         topology: Interconnect | None = None,
+        partials: torch.dtype | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         if stays not in STAYS:
             raise ConfigurationError(f"stays={stays!r}: use one of {', '.join(STAYS)}")
         if not isinstance(schedule, str):
             raise ConfigurationError(f"schedule={schedule!r}: give a name, as 'direct-q', or 'auto'")
+        if partials not in (None, torch.float32):
+            raise ConfigurationError(f"partials={partials}: use torch.float32, or None for the tensors' dtype")
+        self._closed = False
         self._base = ContextParallel(group, "contiguous", "ring", transport, timeout_seconds=timeout_seconds)
         self.rank, self.world_size, self.turn = self._base.rank, self._base.world_size, self._base.turn
-        self.schedule, self.stays, self.topology = schedule, stays, topology
+        self.schedule, self.stays, self.topology, self.partials = schedule, stays, topology, partials
         if schedule != "auto":
             from tokenring.schedule.families.registry import parse
 
             parse(schedule).make(self.world_size)
+        self._names = lru_cache(maxsize=CACHED)(weakly(self._choose))
+        self._cuts = lru_cache(maxsize=CACHED)(weakly(self._cut))
+        self._boxes = lru_cache(maxsize=CACHED)(weakly(self._make_box))
         self._schedules = lru_cache(maxsize=CACHED)(weakly(self._make_schedule))
         self._executors = lru_cache(maxsize=CACHED)(weakly(self._make_executor))
 
     def __repr__(self) -> str:
-        return f"TensorParallel(schedule {self.schedule}, rank {self.rank} of {self.world_size})"
+        state = ", closed" if self._base.closed else ""
+        return f"TensorParallel(schedule {self.schedule}, rank {self.rank} of {self.world_size}{state})"
 
     def close(self) -> None:
         """Give back buffers and the transport, if it was made here; calls then raise ConfigurationError."""
+        self._closed = True
         self._executors.cache_clear()
         self._base.close()
 
     def shard(self, weight: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Return this rank's part of a tensor, cut along dim. Raises ConfigurationError unless the ranks divide it."""
+        """Return this rank's part of a tensor, cut along dim, in memory of its own.
+
+        Raises ConfigurationError unless the ranks divide it.
+        """
+        if not -weight.dim() <= dim < weight.dim():
+            raise ConfigurationError(f"shard was given dim={dim} of {list(weight.shape)}: it has no such dimension")
         size = weight.shape[dim]
         if size % self.world_size:
             raise ConfigurationError(
                 f"{size} features do not divide by {self.world_size} ranks: pad dimension {dim} of the weight to "
                 f"{-(-size // self.world_size) * self.world_size}, or take another number of ranks"
             )
-        return weight.narrow(dim, self.rank * (size // self.world_size), size // self.world_size).contiguous()
+        part = weight.narrow(dim, self.rank * (size // self.world_size), size // self.world_size)
+        return part.clone(memory_format=torch.contiguous_format)
 
     def plan(self, operator: str, tokens: int, features: int, width: int, dtype: torch.dtype) -> Schedule:
-        """Return the schedule of a layer: tokens and features of all ranks together. Raises ConfigurationError."""
-        return self.schedule_of(LinearRequest(operator, tokens, features, width, dtype, torch.device("cpu")))
+        """Return the schedule of a layer: tokens and features of all ranks together.
+
+        operator: "column", "row", or "reduce" and "gather", whose features are the ranks. Of stays="either" this is
+        the faster one; a row layer in a model takes what stays from the layer before it.
+        Raises ConfigurationError, and UnsupportedError for dtypes but fp32 and bf16.
+        """
+        self._check_planned(operator, tokens, features, width, dtype)
+        stays = "weights" if operator in COLLECTIVES else self.stays
+        name = self._names(operator, tokens, features, width, dtype, stays)
+        return self.schedule_of(LinearRequest(operator, name, tokens, features, width, dtype, CPU))
 
     # ---------- for the package
 
+    def request(
+        self, operator: str, sizes: tuple[int, int, int], like: torch.Tensor, stays: Stays | None = None
+    ) -> LinearRequest:
+        """Return the request of a layer of these tokens, features and width. stays: None: what `self.stays` says."""
+        name = self._names(operator, *sizes, like.dtype, stays or self.stays)
+        return LinearRequest(operator, name, *sizes, like.dtype, like.device)
+
+    def collective(self, elements: int, like: torch.Tensor) -> LinearRequest:
+        """Return the request of a collective of so many elements, at least: in rows, as its schedule's pieces want."""
+        name, rows = self._cuts(elements, like.dtype)
+        return LinearRequest("reduce", name, rows, self.world_size, -(-elements // rows), like.dtype, like.device)
+
     def schedule_of(self, request: LinearRequest) -> Schedule:
-        """Return the schedule of a request."""
-        return self._schedules(request._replace(device=torch.device("cpu")))
-
-    def pieces_of(self, nbytes: int) -> int:
-        """Return in how many pieces a collective of so many bytes moves each rank's rows."""
-        from tokenring.schedule.families.registry import parse
-
-        name = self.schedule
-        if name == "auto":
-            from tokenring.planner.choosing.linear import collective
-
-            name = collective(nbytes, self.world_size, self.topology)
-        return parse(name).make(self.world_size).q_pieces
+        """Return the schedule of a request. Raises ConfigurationError and ScheduleError for one that does not fit."""
+        return self._schedules(request._replace(device=CPU))
 
     def box(self, request: LinearRequest) -> PairBox:
         """Return the rows and columns that this rank computes."""
-        from tokenring.lowering.pair_box import pair_box  # whoever calls attention alone need not load it
-
-        return pair_box(self.schedule_of(request), self.rank)
+        return self._boxes(request._replace(device=CPU))
 
     def call(
-        self, request: LinearRequest, direction: Pass, own: dict[str, torch.Tensor], agreed: bool = False
+        self, request: LinearRequest, direction: Pass, given: Given, own: dict[str, torch.Tensor]
     ) -> tuple[Executor, ActiveCall]:
         """Agree on a pass with all ranks, and run it. Raises Disagreement on all ranks; PeerLost.
 
-        agreed: they have, with the pass before, whose call this one belongs to.
+        What it made lies in the pool until the next call: hold `turn` until it is taken.
         """
-        with self.turn:
-            executor = self._begin(request, direction, agreed)
-            active = ActiveCall(own)
-            with torch.autocast(request.device.type, enabled=False):
-                executor.run(active)
-        return executor, active
+        (executor,) = self.begin(request, given, direction)
+        return executor, run(executor, own)
+
+    def begin(self, request: LinearRequest, given: Given, *passes: Pass) -> list[Executor]:
+        """Agree on a call of these passes with all ranks, and bind them. Raises Disagreement on all ranks; PeerLost.
+
+        given: what the ranks have to give alike, by name: the function that is called, shapes.
+        """
+        with self.refusing(passes[0], request.device):
+            self._check_open()
+            mine = self._describe(request, given, passes[0])
+        speaker = self._base.speaker(request.device)
+        if speaker is not None:
+            agree(speaker, mine)
+        transport = None if self.world_size == 1 else self._base.transport_for(request.device)
+        with beginning(transport):
+            return self._bound(request, passes, transport)
 
     def refusing(self, direction: Pass, *given: object) -> refusing:
         """Return the guard of this rank's own checks, whose errors reach all ranks."""
         return refusing(self._base, direction, *given)
 
-    def _begin(self, request: LinearRequest, direction: Pass, agreed: bool) -> Executor:
-        if agreed:
-            return self._bound(request, direction, self._transport(request))
-        with self.refusing(direction, request.device):
-            self._base.check_open()
-            mine = self._describe(request, direction)
-        speaker = self._base.speaker(request.device)
-        if speaker is not None:
-            agree(speaker, mine)
-        transport = self._transport(request)
-        with beginning(transport):
-            return self._bound(request, direction, transport)
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigurationError(
+                "this TensorParallel was closed; make another one, or close it after the last call"
+            )
+        self._base.check_open()
 
-    def _transport(self, request: LinearRequest) -> Transport | None:
-        return None if self.world_size == 1 else self._base.transport_for(request.device)
+    def _describe(self, request: LinearRequest, given: Given, direction: Pass) -> Description:
+        """Describe a call; sizes follow from the shapes that are given."""
+        fields = {"dtype": request.dtype, "device": request.device.type, "schedule": request.schedule}
+        own = {"stays": self.stays, "partials": self.partials or "as the tensors"}
+        return Description.of({**given, "pass": direction, **fields, **own})
 
-    def _describe(self, request: LinearRequest, direction: Pass) -> Description:
-        fields = {"pass": direction, **request._asdict(), "device": request.device.type}
-        return Description.of({**fields, "schedule": self.schedule_of(request).name, "stays": self.stays})
-
-    def _bound(self, request: LinearRequest, direction: Pass, transport: Transport | None) -> Executor:
+    def _bound(self, request: LinearRequest, passes: tuple[Pass, ...], transport: Transport | None) -> list[Executor]:
+        """Return the executors of all passes of a call, on one memory."""
         pool = self._base.pool(request.device)
-        before = pool.data
-        made = self._executors(request, direction, transport)
-        if before is not pool.data or made.views.base is not pool.data:  # it has grown: programs hold the old memory
-            self._executors.cache_clear()
-            made = self._executors(request, direction, transport)
-        return made
+        while True:
+            before = pool.data
+            made = [self._executors(request, each, transport) for each in passes]
+            if pool.data is before and all(each.views.base is before for each in made):
+                return made
+            self._executors.cache_clear()  # it has grown: programs hold the old memory
 
     def _make_executor(self, request: LinearRequest, direction: Pass, transport: Transport | None) -> Executor:
         from tokenring.lowering.lower import lower
@@ -208,30 +245,97 @@ class TensorParallel(Standing):
         with torch.inference_mode(False):
             return Executor(schedule, request.workload, program, pool, transport, kernel, 1.0)
 
-    @staticmethod
-    def _check_rows_move(name: str) -> None:
+    def _choose(
+        self, operator: str, tokens: int, features: int, width: int, dtype: torch.dtype, stays: Stays
+    ) -> str:
+        if self.schedule != "auto":
+            return self.schedule
+        from tokenring.planner.choosing.linear import choose
+
+        size = Workload(1, tokens, features, 1, 1, width, dtype)
+        return choose(operator, size, self.world_size, stays, self.topology, self._codecs(dtype))
+
+    def _cut(self, elements: int, dtype: torch.dtype) -> tuple[str, int]:
+        """Return the schedule of a collective, by name, and into how many rows it cuts its tensor."""
         from tokenring.schedule.families.registry import parse
 
-        if parse(name).family.moves != "Q":
+        name = self.schedule
+        if name == "auto":
+            from tokenring.planner.choosing.linear import collective
+
+            name = collective(elements, dtype, self.world_size, self.topology, self._codecs(dtype))
+        return name, self.world_size * parse(name).make(self.world_size).q_pieces
+
+    def _make_box(self, request: LinearRequest) -> PairBox:
+        from tokenring.lowering.pair_box import pair_box  # whoever calls attention alone need not load it
+
+        return pair_box(self.schedule_of(request), self.rank)
+
+    def _codecs(self, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
+        return WIDE if self.partials is not None and self.partials != dtype else ()
+
+    def _check_planned(self, operator: object, tokens: int, features: int, width: int, dtype: object) -> None:
+        if operator not in PLANNED:
+            from tokenring.nearest import hint
+
             raise ConfigurationError(
-                f"schedule {name!r} moves columns, and a collective's rows have to move: take one where weights stay, "
-                f"as 'direct-q' or 'tokenring'"
+                f"plan was asked for operator {operator!r}; use one of {', '.join(PLANNED)}{hint(operator, PLANNED)}"
             )
+        for name, size in (("tokens", tokens), ("features", features), ("width", width)):
+            if (as_integer(size) or 0) < 1:
+                raise ConfigurationError(f"plan was given {name}={size!r}: give an integer from 1 on")
+            if name != "width" and size % self.world_size:
+                raise ConfigurationError(
+                    f"plan was given {size} {name}, which {self.world_size} ranks do not divide: pad them"
+                )
+        if operator in COLLECTIVES and features != self.world_size:
+            raise ConfigurationError(
+                f"plan was given {features} features of {operator!r}: they are the ranks, {self.world_size}"
+            )
+        if dtype not in DTYPES:
+            raise UnsupportedError(f"a plan in {dtype} is not supported; use float32 or bfloat16")
 
     def _make_schedule(self, request: LinearRequest) -> Schedule:
         from tokenring.ir.operators import OPERATORS
         from tokenring.proof.paired import check_paired
 
-        name = self.schedule
-        if name == "auto":
-            from tokenring.planner.choosing.linear import choose
-
-            name = choose(request.operator, request.workload, self.world_size, self.stays, self.topology)
-        elif request.features == self.world_size and request.operator == "reduce":
-            self._check_rows_move(name)
+        if request.operator in COLLECTIVES:
+            _check_rows_move(request.schedule)
         rows, columns = (
             make_layout("contiguous", self.world_size, size) for size in (request.tokens, request.features)
         )
-        made = make_schedule(name, rows, columns, Full()).replace(operator=OPERATORS[request.operator])
+        made = make_schedule(request.schedule, rows, columns, Full())
+        made = made.replace(operator=OPERATORS[request.operator], codecs=self._codecs(request.dtype))
         check_paired(made)
         return made
+
+
+def check_parallel(tp: object) -> None:
+    """Raise ConfigurationError unless this is a TensorParallel."""
+    if not isinstance(tp, TensorParallel):
+        raise ConfigurationError(
+            f"tp is of type {type(tp).__name__}; make a TensorParallel, once, and give it to every call"
+        )
+
+
+def run(executor: Executor, own: dict[str, torch.Tensor]) -> ActiveCall:
+    """Run a bound pass on this rank's tensors. Raises PeerLost."""
+    active = ActiveCall(own)
+    with torch.autocast(executor.views.base.device.type, enabled=False):
+        executor.run(active)
+    return active
+
+
+def taken(made: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a result in this dtype, the caller's to keep: in fp32 it is already."""
+    return made.to(dtype, copy=dtype != torch.float32)
+
+
+def _check_rows_move(name: str) -> None:
+    from tokenring.schedule.families.registry import parse
+
+    if parse(name).family.moves != "Q":
+        raise ConfigurationError(
+            f"schedule {name!r} moves columns, and a collective's rows have to move: take one where weights stay, "
+            f"as 'direct-q' or 'tokenring'"
+        )

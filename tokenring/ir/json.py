@@ -11,6 +11,7 @@ from tokenring.ir.json_node import INTEGER_LIMIT, JsonNode, shown_short
 from tokenring.ir.passes import move_order
 from tokenring.ir.schedule_data import (
     ATTENTION,
+    KINDS,
     PARTIAL_OF,
     PARTIALS,
     REQUESTS,
@@ -279,7 +280,7 @@ def _pieces(node: JsonNode, layout: Layout) -> int:
 def _codecs(node: JsonNode) -> tuple[tuple[str, str], ...]:
     def codec(entry: JsonNode) -> tuple[str, str]:
         part = entry.fields("kind", "codec")
-        return part["kind"].choice("q", "kv"), part["codec"].name()
+        return part["kind"].choice(*KINDS), part["codec"].name()
 
     codecs = node.each(codec)
     if len(dict(codecs)) < len(codecs):

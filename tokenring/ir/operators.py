@@ -2,12 +2,31 @@
 
 Rows are tokens and go with q; columns are output features, or ranks, and go with kv. A weight is [features, width], so
 its rows are columns here. Where nothing of a side is carried, the tile has it in its tensor of pairs.
+
+column-dx and the like are layers whose backward makes one result alone: of frozen weights, or of an input without a
+gradient. Nothing moves that only the other one needs.
 """
 
 from __future__ import annotations
 
-from tokenring.errors import ScheduleError
-from tokenring.ir.schedule_data import ATTENTION, TileOperator
+from dataclasses import replace
+
+from tokenring.ir.schedule_data import ATTENTION, Kind, TileOperator
+
+
+def _backward_of(
+    layer: TileOperator, result: str, home: tuple[Kind, ...], unused: tuple[Kind, ...], pairs: tuple[str, ...]
+) -> TileOperator:
+    """Return a layer whose backward makes this result alone: half of the products, without what is unused then."""
+    return replace(
+        layer,
+        name=f"{layer.name}-{result}",
+        carries={of: names for of, names in layer.carries.items() if of[1] == "forward" or of[0] not in unused},
+        home={**layer.home, "backward": home},
+        flops={**layer.flops, "backward": (2, 0)},
+        pairs={**(layer.pairs or {}), "backward": pairs},
+    )
+
 
 COLUMN = TileOperator(  # c = x wᵀ: all-gather, then matmul; backward matmul, then reduce-scatter
     "column",
@@ -23,7 +42,6 @@ COLUMN = TileOperator(  # c = x wᵀ: all-gather, then matmul; backward matmul, 
     "sum",
     {"forward": (2, 0), "backward": (4, 0)},
     {"forward": ("c",), "backward": ("dc",)},
-    {"forward": ("c",), "backward": ()},
 )
 ROW = TileOperator(  # y = c w: matmul, then reduce-scatter; backward all-gather, then matmul
     "row",
@@ -38,7 +56,6 @@ ROW = TileOperator(  # y = c w: matmul, then reduce-scatter; backward all-gather
     "sum",
     {"forward": (2, 0), "backward": (4, 0)},
     {"forward": ("c",), "backward": ("c", "dc")},
-    {"forward": (), "backward": ("dc",)},
 )
 REDUCE = TileOperator(  # y = sum over the columns of a: reduce-scatter; backward all-gather
     "reduce",
@@ -47,7 +64,6 @@ REDUCE = TileOperator(  # y = sum over the columns of a: reduce-scatter; backwar
     "sum",
     {"forward": (0, 0), "backward": (0, 0)},
     {"forward": ("a",), "backward": ("da",)},
-    {"forward": (), "backward": ("da",)},
 )
 GATHER = TileOperator(  # a = x in every column: all-gather; backward reduce-scatter
     "gather",
@@ -56,13 +72,11 @@ GATHER = TileOperator(  # a = x in every column: all-gather; backward reduce-sca
     "sum",
     {"forward": (0, 0), "backward": (0, 0)},
     {"forward": ("a",), "backward": ("da",)},
-    {"forward": ("a",), "backward": ()},
 )
-OPERATORS = {each.name: each for each in (ATTENTION, COLUMN, ROW, REDUCE, GATHER)}
-
-
-def operator_named(name: str) -> TileOperator:
-    """Return the operator of this name. Raises ScheduleError for one that is not known."""
-    if name not in OPERATORS:
-        raise ScheduleError(f"there is no operator {name!r}; use one of {', '.join(OPERATORS)}")
-    return OPERATORS[name]
+COLUMN_DX = _backward_of(COLUMN, "dx", ("q_partial",), ("q", "kv_partial"), ("dc",))
+COLUMN_DW = _backward_of(COLUMN, "dw", ("kv_partial",), ("kv", "q_partial"), ("dc",))
+ROW_DC = _backward_of(ROW, "dc", (), ("kv_partial",), ("dc",))
+ROW_DW = _backward_of(ROW, "dw", ("kv_partial",), ("kv",), ("c",))
+OPERATORS = {
+    each.name: each for each in (ATTENTION, COLUMN, ROW, REDUCE, GATHER, COLUMN_DX, COLUMN_DW, ROW_DC, ROW_DW)
+}

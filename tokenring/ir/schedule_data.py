@@ -29,6 +29,7 @@ PARTIALS = "partials"
 Runs = tuple[tuple[int, int], ...]  # rows [start, stop) of a unit: ascending, with rows between them that are left out
 PARTIAL_OF: dict[str, Kind] = {"q": "q_partial", "kv": "kv_partial"}
 REQUEST_OF: dict[str, Kind] = {"q_partial": "q", "kv_partial": "kv"}
+FULL = "fp32"  # the codec of partials that go in fp32 where they need not
 
 Names = tuple[tuple[str, ...], tuple[str, ...]]  # statistics, which are fp32 everywhere; tensors
 
@@ -39,7 +40,7 @@ class TileOperator:
 
     carries: what a block carries in a pass; a kind that is not there does not move. home: the kinds of results, which
     are reduced at the owner of their unit. pairs: tensors with an element, or a row, for each (row, column) pair; they
-    lie where their tile is computed. writes: those of them that a pass makes. merge: of forward; gradients are added.
+    lie where their tile is computed. merge: of forward; gradients are added.
     flops: of a pair, for each element of head_dim and of value_dim.
     """
 
@@ -49,7 +50,6 @@ class TileOperator:
     merge: Literal["log-sum-exp", "sum"]
     flops: Mapping[Pass, tuple[int, int]]
     pairs: Mapping[Pass, tuple[str, ...]] | None = None
-    writes: Mapping[Pass, tuple[str, ...]] | None = None
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -141,7 +141,7 @@ class ScheduleData:
     `keep` names the kinds ("q", "kv") that backward finds where forward gathered them: kept kv do
     not move again, kept q carry only what is new. `slack` is how many steps a partial may be on its
     way before its owner waits for it (None: until the end). `codecs` says how requests of a kind are
-    written on the wire. `operator` is what tiles compute.
+    written on the wire, and which partials of a layer are in fp32 there. `operator` is what tiles compute.
     """
 
     name: str
@@ -257,8 +257,15 @@ class ScheduleData:
         return frozenset(block for pair in added for block in pair)
 
     def in_full_precision(self, move: Move) -> bool:
-        """Return whether a partial travels in fp32 on its whole way: one that a relay adds, or adds to, does."""
-        return move.block in self._wide_partials
+        """Return whether a partial travels in fp32 on its whole way.
+
+        One that a relay adds, or adds to, does, and those of a kind with codec FULL.
+        """
+        return move.block in self._wide_partials or (bool(self.codecs) and move.block.kind in self._wide_kinds)
+
+    @cached_property
+    def _wide_kinds(self) -> frozenset[str]:
+        return frozenset(kind for kind, codec in self.codecs if codec == FULL)
 
     def replace(self, **changes: object) -> Self:
         """Return a copy with some fields changed; not verified. Raises ConfigurationError for an unknown field."""

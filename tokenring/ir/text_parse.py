@@ -32,7 +32,7 @@ NUMBER = re.compile("[0-9]{1,15}")
 ITEM = re.compile(r"([0-9]+(?:-[0-9]+)?)(?:\.p([0-9]+))?(?:@([0-9]+))?(?:\[([0-9:+]*)\])?")
 TILE = re.compile(r"(?:h([0-9]+):)?q([^×x]+)[×x]kv([^×x]+)")
 SEND = re.compile(r"(?:h([0-9]+):)?(q|kv|o|dkv)([^>]+)>([0-9,-]+)(\+?)")
-CODEC = re.compile(rf"(?<!\S)(q|kv)=({WORD})(?!\S)", re.ASCII)
+CODEC = re.compile(rf"(?<!\S)(q_partial|kv_partial|q|kv)=({WORD})(?!\S)", re.ASCII)
 CHUNK_LIMIT = 2**20  # chunks that "0-99" in a layout may stand for
 
 

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     Group = ProcessGroup | DeviceMesh | Literal["self"] | None  # "self": this rank alone; None: the world
     Held: TypeAlias = "ProcessGroup | HeldGroup"
 
-NOT_A_MEMBER = "this rank is not a member of the group; only members make a ContextParallel"
+NOT_A_MEMBER = "this rank is not a member of the group; only members make a context of it"
 
-DESTROYED = "the group of this ContextParallel was destroyed: make a new ContextParallel, of a group that is there"
+DESTROYED = (
+    "the group of this context was destroyed: make a new ContextParallel or TensorParallel, of a group that is there"
+)
 
 
 class HeldGroup:
@@ -121,7 +123,7 @@ def process_group(group: Group) -> ProcessGroup | None:
         )
     if group.ndim != 1:
         raise ConfigurationError(
-            f"a DeviceMesh of {group.ndim} dimensions was given; name the one for context parallelism, as mesh['cp']"
+            f"a DeviceMesh of {group.ndim} dimensions was given; name one of them, as mesh['cp']"
         )
     if group.get_coordinate() is None:
         raise ConfigurationError(NOT_A_MEMBER)

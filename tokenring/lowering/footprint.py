@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tokenring.ir.schedule_data import ATTENTION, PASSES, Kind, Pass, ScheduleData
+from tokenring.ir.schedule_data import ATTENTION, PASSES, Kind, Pass, ScheduleData, TileOperator
 from tokenring.lowering.calls import Supports
 from tokenring.lowering.lower import lower
 from tokenring.lowering.mailboxes import lay
@@ -25,12 +25,13 @@ from tokenring.lowering.target import Contacts, Link, Target, contacts
 from tokenring.sequence.workload import Workload
 
 
-def flops_per_pair(direction: Pass, head_dim: int, value_dim: int) -> int:
-    """Return the flops of a visible pair and query head: two and five matrix products of 2 flops an element.
+def flops_per_pair(direction: Pass, head_dim: int, value_dim: int, operator: TileOperator = ATTENTION) -> int:
+    """Return the flops of a visible pair and query head: attention's are two and five products of 2 flops an element.
 
-    Forward: QKᵀ and PV. Backward: QKᵀ again, dQ and dK, as wide as keys; dOVᵀ and dV, as wide as values.
+    Forward: QKᵀ and PV. Backward: QKᵀ again, dQ and dK, as wide as keys; dOVᵀ and dV, as wide as values. A linear
+    layer's are one product and two.
     """
-    of_width, of_values = ATTENTION.flops[direction]
+    of_width, of_values = operator.flops[direction]
     return of_width * head_dim + of_values * value_dim
 
 
@@ -53,7 +54,12 @@ def link_bytes(schedule: ScheduleData, workload: Workload, direction: Pass = "fo
 
 
 def connections(some: Iterable[Link], target: Target, rank: int) -> int:
-    """Return how many connections a transport makes at a rank for these links: communicators of two ranks, in HCCL."""
+    """Return how many connections a transport makes at a rank for these links: communicators of two ranks, in HCCL.
+
+    With batching they are of all ranks: one for each channel, at every rank.
+    """
+    if target.batching:
+        return len({channel for _, _, channel in some})
     found = {
         (
             dst if src == rank else src,
@@ -187,8 +193,8 @@ def flops(schedule: ScheduleData, workload: Workload, direction: Pass = "forward
     """Return each rank's floating-point operations: those of its operator, for each visible pair of a query head."""
     check_workload(schedule, workload, direction)
     low, high = workload.q_head_range(0, schedule.head_groups)
-    of_width, of_values = schedule.operator.flops[direction]
-    a_pair = (of_width * workload.head_dim + of_values * workload.value_dim) * workload.batch * (high - low)
+    widths = workload.head_dim, workload.value_dim
+    a_pair = flops_per_pair(direction, *widths, schedule.operator) * workload.batch * (high - low)
     total = dict.fromkeys(range(schedule.world_size), 0)
     for tile in schedule.tiles:
         for q in tile.q:

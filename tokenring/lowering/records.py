@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.ir.schedule_data import PASSES, Kind, Pass, ScheduleData
+from tokenring.ir.schedule_data import PARTIAL_OF, PASSES, Kind, Pass, ScheduleData
 from tokenring.sequence.workload import Workload
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Records:
         self.workload, self.direction = workload, direction
         self.groups, self.keep, self.carries = schedule.head_groups, schedule.keep, schedule.operator.carries
         self.codecs = dict(schedule.codecs)
-        unknown = set(self.codecs.values()) - set(CODECS)
+        unknown = {codec for kind, codec in schedule.codecs if kind in PARTIAL_OF} - set(CODECS)
         if unknown:
             raise UnsupportedError(f"codec {sorted(unknown)[0]!r} is not known; use one of {', '.join(CODECS)}")
         self._made: dict[tuple[Kind, bool, bool], Record] = {}

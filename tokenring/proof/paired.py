@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from tokenring.errors import ScheduleError
-from tokenring.ir.schedule_data import Kind, ScheduleData
+from tokenring.ir.schedule_data import FULL, PARTIAL_OF, REQUEST_OF, Kind, Pass, ScheduleData
 from tokenring.lowering.pair_box import PairBox, pair_box
-from tokenring.lowering.program import Multiply
+from tokenring.lowering.program import NOTHING, Multiply, made_by
 from tokenring.proof.slot_contents import Tokens, joined_tokens
 from tokenring.sequence.mask import Full
 
 PAIR_KINDS: tuple[Kind, Kind] = ("q", "kv")
+WIDE = {(kind, FULL) for kind in REQUEST_OF}
 
 
 class BeyondPairs(Exception):
-    """A kernel call takes rows or columns that a rank's tensor of pairs does not have."""
+    """A kernel call takes rows or columns that a rank's tensor of pairs does not have, or lacks a factor."""
 
 
 class PairTokens:
@@ -33,6 +34,18 @@ class PairTokens:
                 raise BeyondPairs(f"takes {kind} {at} to {at + span.rows} of {limit} in its tensor of pairs")
         return self._side(box, "q", call.corner[0], call.q.rows), self._side(box, "kv", call.corner[1], call.kv.rows)
 
+    def kinds(self, call: Multiply, direction: Pass) -> tuple[Kind, ...]:
+        """Return the kinds of results of a call. Raises BeyondPairs unless it has the factors that these need."""
+        operator = self._schedule.operator
+        made = made_by(call, operator.home[direction])
+        for kind, span in zip(PAIR_KINDS, (call.q, call.kv), strict=True):
+            left_out = made != operator.home[direction] and PARTIAL_OF[kind] in made
+            if (span.slot == NOTHING) == ((kind, direction) in operator.carries and not left_out):
+                raise BeyondPairs(f"computes without {kind}, or with one that nothing carries")
+        if other := {result.kind for result in call.results}.difference(made):
+            raise BeyondPairs(f"makes {min(other)} without its factor")
+        return made
+
     def _side(self, box: PairBox, kind: Kind, first: int, count: int) -> Tokens:
         return joined_tokens(box.tokens(kind, self._schedule.layout_of(kind), first, count))
 
@@ -43,7 +56,7 @@ def check_paired(schedule: ScheduleData) -> None:
         f"mask {schedule.mask}: use Full()": schedule.mask != Full(),
         f"{schedule.head_groups} head groups: it has no heads": schedule.head_groups > 1,
         f"keep={', '.join(sorted(schedule.keep))}: nothing is kept": bool(schedule.keep),
-        "codecs: it has none": bool(schedule.codecs),
+        f"codecs of requests: of its partials alone, and {FULL!r}": not set(schedule.codecs) <= WIDE,
         "a striped layout: chunks must be neighbouring positions": not _has_whole_chunks(schedule),
     }
     for why, found in refused.items():

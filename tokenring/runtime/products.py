@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping
 import torch
 
 from tokenring.ir.schedule_data import Kind, Pass, TileOperator
-from tokenring.lowering.program import Multiply, Program, Span
+from tokenring.lowering.program import NOTHING, Multiply, Program, Span
 from tokenring.runtime.call import ActiveCall, Step
 
 Tensors = Mapping[str, torch.Tensor]
 Product = Callable[[Tensors, bool], torch.Tensor]
 OperandOf = Callable[[Span, str, Kind], Callable[[ActiveCall], torch.Tensor]]
 AcceptInto = Callable[[Kind, Span, bool], Callable[[ActiveCall, list[torch.Tensor]], None]]
-
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, wide: bool) -> torch.Tensor:
@@ -63,13 +62,17 @@ def multiplying(
     reads = {
         name: operand(span, name, kind)
         for kind, span in sides
+        if span.slot != NOTHING
         for name in operator.carries.get((kind, direction), ((), ()))[1]
     }
     rows = slice(call.corner[0], call.corner[0] + call.q.rows)
     columns = slice(call.corner[1], call.corner[1] + call.kv.rows)
-    where = (rows,) if operator.name in RANK_COLUMNS else (rows, columns)
+    name = operator.name.partition("-")[0]  # column-dx makes what column does, though not all of it
+    where = (rows,) if name in RANK_COLUMNS else (rows, columns)
     pairs = (operator.pairs or {})[direction]
-    writes, results = WRITES.get((operator.name, direction)), RESULTS.get((operator.name, direction), {})
+    writes, results = WRITES.get((name, direction)), RESULTS.get((name, direction), {})
+    if writes is not None and writes[0] not in pairs:
+        writes = None
     wide = {each.kind for each in call.results if program.slots[each.into.slot].full_precision}
     makes = dict.fromkeys(result.kind for result in call.results)
     sinks = [(each, accept(each.kind, each.into, each.first)) for each in call.results]
@@ -78,8 +81,7 @@ def multiplying(
         of = {name: getter(active)[0, 0] for name, getter in reads.items()}
         of.update({name: active.own[name][where] for name in pairs})
         if writes is not None:
-            name, write = writes
-            write(of[name], of)
+            writes[1](of[writes[0]], of)
         made = {kind: results[kind](of, kind in wide) for kind in makes}
         for result, sink in sinks:
             part = made[result.kind][result.start : result.start + result.into.rows]

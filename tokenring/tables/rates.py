@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from tokenring.errors import ConfigurationError
-from tokenring.ir.schedule_data import Pass
+from tokenring.ir.schedule_data import ATTENTION, Pass, TileOperator
 from tokenring.lowering.footprint import flops_per_pair
 from tokenring.lowering.target import Target
 from tokenring.sequence.region import Patch
@@ -60,10 +60,17 @@ class Rates:
         return interpolate(samples, side)
 
     def kernel_seconds(
-        self, patch: Patch, heads: int, head_dim: int, batch: int, direction: Pass, value_dim: int | None = None
+        self,
+        patch: Patch,
+        heads: int,
+        head_dim: int,
+        batch: int,
+        direction: Pass,
+        value_dim: int | None = None,
+        operator: TileOperator = ATTENTION,
     ) -> float:
         """Return the seconds of one kernel call on a patch with `heads` query heads. value_dim None: as head_dim."""
-        a_pair = flops_per_pair(direction, head_dim, head_dim if value_dim is None else value_dim)
+        a_pair = flops_per_pair(direction, head_dim, head_dim if value_dim is None else value_dim, operator)
         flops = a_pair * batch * heads * patch.pairs()
         rate = self.tflops(direction, min(patch.rows, patch.cols))
         return self.call_seconds + flops / (rate * 1e12)
@@ -95,17 +102,19 @@ class Messages:
 
     latency_seconds: from when both ends have posted to the first byte. post_seconds: of the rank that posts.
     flow_gbs: the most that one transfer gets. pair_serial: both directions with one peer share a queue in each
-    channel; channels: 1 if requests and partials share it as well. pipelined: the latency passes while those before it
-    in the queue are on their way (TCP), not after (operations on a stream). handling_seconds, handling_gbs: of the
-    machine's cores for a message and its bytes, where ranks share them. window_bytes: they go as streams of packets
-    (TCP), of which so much is on its way at most, and which queue at wires in the order in which they come, whatever
-    flow_gbs and pair_serial say; None: all that pass a wire share it at every moment.
+    channel; channels: 1 if requests and partials share it as well. source_serial: a rank sends one message after
+    another in each channel, whatever the peer. pipelined: the latency passes while those before it in the queue are on
+    their way (TCP), not after (operations on a stream). handling_seconds, handling_gbs: of the machine's cores for a
+    message and its bytes, where ranks share them. window_bytes: they go as streams of packets (TCP), of which so much
+    is on its way at most, and which queue at wires in the order in which they come, whatever flow_gbs and pair_serial
+    say; None: all that pass a wire share it at every moment.
     """
 
     latency_seconds: float = 0.0
     post_seconds: float = 0.0
     flow_gbs: float = math.inf
     pair_serial: bool = False
+    source_serial: bool = False
     pipelined: bool = False
     handling_seconds: float = 0.0
     handling_gbs: float = math.inf
@@ -149,4 +158,7 @@ class Machine:
 
     def over(self, target: Target) -> Machine:
         """Return this machine with messages in the queues of the target's transport."""
-        return replace(self, messages=replace(self.messages, pair_serial=target.pair_serial, channels=target.channels))
+        messages = replace(
+            self.messages, pair_serial=target.pair_serial, source_serial=target.batching, channels=target.channels
+        )
+        return replace(self, messages=messages)

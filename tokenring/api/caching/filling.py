@@ -17,7 +17,7 @@ from tokenring.sequence.layout import Layout, Positions, join_chunks
 Runs = tuple[Positions, ...]
 
 
-class Sight(NamedTuple):
+class CacheSight(NamedTuple):
     """The rules that hide keys from rows, beside their order. window: a row sees so many keys, its own included.
 
     starts: the first token of each row of the batch, int64 [B]; before it is padding. latest: the last of them.

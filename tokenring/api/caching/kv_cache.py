@@ -84,9 +84,10 @@ class KVCache(CacheMemory, Standing):
         return self.room.page
 
     def __repr__(self) -> str:
+        state = "" if self.keys else ", closed"
         return (
             f"KVCache({self.length} of {self.capacity} tokens, {self.local_length} of them at rank {self.cp.rank} of "
-            f"{self.cp.world_size}, {self.layers} layers, {self.nbytes} bytes)"
+            f"{self.cp.world_size}, {self.layers} layers, {self.nbytes} bytes{state})"
         )
 
     # ---------- what it is told

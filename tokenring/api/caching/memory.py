@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from tokenring.api.caching.filling import Appended, Filled, Room, Sight, places
+from tokenring.api.caching.filling import Appended, Filled, Room, CacheSight, places
 from tokenring.errors import ConfigurationError
 from tokenring.sequence.layout import Layout, as_integer
 
@@ -64,7 +64,7 @@ class CacheMemory:
         whole = found is None or not any(found)
         at = None if whole else torch.tensor(found, dtype=torch.int64, device=self.device)
         self._starts, self._latest = at, 0 if whole else max(each or 0 for each in found or ())
-        self._sights = [Sight(window, self._starts, self._latest) for window in self.windows]
+        self._sights = [CacheSight(window, self._starts, self._latest) for window in self.windows]
 
     @property
     def length(self) -> int:
@@ -131,7 +131,7 @@ class CacheMemory:
 
     # ---------- for cached_attention
 
-    def sight(self, layer: int) -> Sight:
+    def sight(self, layer: int) -> CacheSight:
         """Return what hides keys of a layer from rows."""
         return self._sights[layer]
 

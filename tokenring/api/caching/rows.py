@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenring.api.caching.filling import Runs, Sight, cut, places
+from tokenring.api.caching.filling import Runs, CacheSight, cut, places
 from tokenring.backends.merging.all_at_once import merge_all
 from tokenring.runtime.cached_kernel import Partial, cached_partial
 
@@ -12,7 +12,7 @@ BLOCK_ROWS = 256  # of a mask that is made
 
 
 def rows_over(
-    q: torch.Tensor, q_runs: Runs, k: torch.Tensor, v: torch.Tensor, kv_runs: Runs, sight: Sight, scale: float
+    q: torch.Tensor, q_runs: Runs, k: torch.Tensor, v: torch.Tensor, kv_runs: Runs, sight: CacheSight, scale: float
 ) -> Partial:
     """Return out [B, H, T, Dv] and lse [B, H, T] in fp32 of rows q [B, H, T, D] over k, v [B, Hkv, S, D].
 
@@ -54,7 +54,7 @@ def _after(runs: Runs, behind: int) -> tuple[int, Runs]:
     return skipped, ()
 
 
-def _hides(q_runs: Runs, kv_runs: Runs, sight: Sight) -> bool:
+def _hides(q_runs: Runs, kv_runs: Runs, sight: CacheSight) -> bool:
     """Tell whether any row does not see every key."""
     first, last = min(run.start for run in q_runs), max(run.last for run in q_runs)
     oldest, newest = min(run.start for run in kv_runs), max(run.last for run in kv_runs)
@@ -62,7 +62,7 @@ def _hides(q_runs: Runs, kv_runs: Runs, sight: Sight) -> bool:
     return newest > first or behind or oldest < sight.latest
 
 
-def _seen(q_at: torch.Tensor, kv_at: torch.Tensor, sight: Sight) -> tuple[int, int]:
+def _seen(q_at: torch.Tensor, kv_at: torch.Tensor, sight: CacheSight) -> tuple[int, int]:
     """Return the smallest range of keys that holds all that these rows see by their order and the window."""
     shown = kv_at <= q_at.max()
     if sight.window is not None:
@@ -71,7 +71,7 @@ def _seen(q_at: torch.Tensor, kv_at: torch.Tensor, sight: Sight) -> tuple[int, i
     return (int(found[0]), int(found[-1]) + 1) if len(found) else (0, 0)
 
 
-def _visible(q_at: torch.Tensor, kv_at: torch.Tensor, sight: Sight) -> torch.Tensor:
+def _visible(q_at: torch.Tensor, kv_at: torch.Tensor, sight: CacheSight) -> torch.Tensor:
     """Return which rows see which keys: bool [B or 1, 1, T, S]."""
     distance = q_at[:, None] - kv_at[None]
     shown = distance >= 0

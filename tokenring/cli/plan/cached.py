@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from tokenring.cli.plan.options import DTYPES, first_ranks, several_hosts, where
 from tokenring.cli.spelling import check_counts, heads_text
@@ -20,7 +22,7 @@ from tokenring.planner.interconnects.rank_order import context_parallel_group, h
 from tokenring.sequence.sizes import read_size
 from tokenring.sequence.workload import Workload
 
-OF_ONE_PLAN = ("sweep", "svg", "explain", "timeline", "mask_svg", "save", "json", "layout", "schedules", "memory_limit")
+OF_ONE_PLAN = ("sweep", "svg", "explain", "timeline", "mask_svg", "save", "layout", "schedules", "memory_limit")
 UNUSED = {  # options with a default, and why one that was given does not count
     "seq": "its lengths are those of --cached N and --tokens N",
     "mask": "new tokens see all that is cached; with a sliding window of w give --cached w",
@@ -28,6 +30,7 @@ UNUSED = {  # options with a default, and why one that was given does not count
     "transport": "its ways are not lowered for a transport",
     "all": "it always shows all its ways",
 }
+FORMAT = "tokenring-cached-plan/1"
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -52,6 +55,19 @@ def cached_call(options: argparse.Namespace, given: argparse.Namespace) -> Cache
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     whole = Workload(options.batch, tokens, cached, options.heads, kv_heads, options.dim, dtype, options.value_dim)
     return CachedCall(heads_of_group(whole, options.tp), net, machine)
+
+
+def cached_json(call: CachedCall) -> str:
+    """Return the ways as JSON, the fastest first, with the bound and the crossovers."""
+    size, (moves, several) = call.workload, crossovers(call)
+    data = {
+        "format": FORMAT, "interconnect": call.interconnect.name, "ranks": call.ranks, "batch": size.batch,
+        "tokens": size.q_length, "cached": size.kv_length, "heads": size.q_heads, "kv_heads": size.kv_heads,
+        "dim": size.head_dim, "value_dim": size.value_dim, "dtype": str(size.dtype).removeprefix("torch."),
+        "ways": [asdict(way) for way in cached_ways(call)], "bound_seconds": least_cached_seconds(call),
+        "cache_moves_from_tokens": moves, "ranks_are_faster_from_cached": several,
+    }  # fmt: skip
+    return json.dumps(data, indent=1) + "\n"
 
 
 def cached_report(call: CachedCall) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from tokenring.errors import ConfigurationError
 from tokenring.ir.operators import OPERATORS
@@ -16,35 +16,47 @@ from tokenring.sequence.workload import Workload
 from tokenring.tables.rates import Machine, Messages, constant
 
 if TYPE_CHECKING:
+    import torch
+
     from tokenring.planner.interconnects.interconnect import Interconnect
 
+Codecs: TypeAlias = tuple[tuple[str, str], ...]
 # In order: of those that are as fast, the first is taken.
 CANDIDATES = {
     "weights": ("direct-q", "direct-q/pieces2", "direct-q/pieces4", "tokenring"),
     "tokens": ("direct-kv", "direct-kv/pieces2", "ring", "bidirectional"),
 }
+MOST_PIECES = 4  # of the candidates
 NOMINAL_GBS = 1.0  # of each link, where nothing is known of them
-NOMINAL_TFLOPS = 0.2  # of a processor with such links; tiles are timed as attention's, of twice a product's flops
+NOMINAL_TFLOPS = 0.1  # of a processor with such links
 LATENCY_SECONDS = 20e-6  # of a message
 POST_SECONDS = 10e-6
 LEAST_GAIN = 0.02  # below, the earlier candidate stays
 
 
-def choose(operator: str, size: Workload, ranks: int, stays: str, topology: Interconnect | None) -> str:
+def choose(
+    operator: str, size: Workload, ranks: int, stays: str, topology: Interconnect | None, codecs: Codecs = ()
+) -> str:
     """Return the name of the schedule of a layer over so many ranks. Raises ConfigurationError if nothing fits.
 
-    stays: "weights", "tokens" or "either". A collective's rows move, whatever stays.
+    stays: "weights", "tokens" or "either". codecs: of the schedule.
     """
-    kinds = ("weights",) if operator in ("reduce", "gather") else tuple(CANDIDATES) if stays == "either" else (stays,)
-    names = tuple(name for kind in kinds for name in CANDIDATES[kind])
-    if stays == "either" and operator in ("column", "row"):
-        operator = "column"  # a layer and the one after it place what is between them alike
-    return _fastest(operator, size, ranks, names, _of(topology, ranks))
+    names = tuple(name for kind in (CANDIDATES if stays == "either" else (stays,)) for name in CANDIDATES[kind])
+    return _fastest(operator, size, names, _of(topology, ranks), codecs)
 
 
-def collective(nbytes: int, ranks: int, topology: Interconnect | None) -> str:
-    """Return the name of the schedule of a collective of so many bytes: in two steps, one piece a rank."""
-    return "direct-q"
+def collective(
+    elements: int, dtype: torch.dtype, ranks: int, topology: Interconnect | None, codecs: Codecs = ()
+) -> str:
+    """Return the name of the schedule of a collective of so many elements; its rows move.
+
+    Where every pair of ranks has a link, two steps are the fewest. Sizes of one power of two are one choice.
+    """
+    if topology is None or ranks == 1:
+        return "direct-q"
+    rows = ranks * MOST_PIECES
+    width = -(-(1 << (elements - 1).bit_length()) // rows)
+    return choose("reduce", Workload(1, rows, ranks, 1, 1, width, dtype), ranks, "weights", topology, codecs)
 
 
 def _of(topology: Interconnect | None, ranks: int) -> Interconnect:
@@ -55,14 +67,15 @@ def _of(topology: Interconnect | None, ranks: int) -> Interconnect:
     return topology
 
 
-def _fastest(operator: str, size: Workload, ranks: int, names: tuple[str, ...], net: Interconnect) -> str:
+def _fastest(operator: str, size: Workload, names: tuple[str, ...], net: Interconnect, codecs: Codecs) -> str:
     found: dict[str, float] = {}
+    ranks = net.world_size
     rows, columns = (make_layout("contiguous", ranks, length) for length in (size.q_length, size.kv_length))
     machine = Machine(constant(NOMINAL_TFLOPS), Messages(LATENCY_SECONDS, POST_SECONDS))
     setting = Setting(size, net, machine, PASSES)
     for name in names:
         try:
-            made = make_schedule(name, rows, columns, Full()).replace(operator=OPERATORS[operator])
+            made = make_schedule(name, rows, columns, Full()).replace(operator=OPERATORS[operator], codecs=codecs)
         except ConfigurationError:  # its pieces do not divide
             continue
         found[name] = predict(made, setting).seconds
