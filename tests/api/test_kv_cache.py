@@ -12,7 +12,7 @@ from ranks import Here, RankError, RankPools
 from test_cached_attention import HEADS
 
 import tokenring as tr
-from tokenring.api.caching.filling import Filled, Room, CacheSight, below, cut, places
+from tokenring.api.caching.filling import CacheSight, Filled, Room, below, cut, places
 from tokenring.api.caching.one_token import one_token
 from tokenring.api.caching.rows import _after, rows_over
 from tokenring.backends.merging.all_at_once import merge_all

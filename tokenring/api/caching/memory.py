@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from tokenring.api.caching.filling import Appended, Filled, Room, CacheSight, places
+from tokenring.api.caching.filling import Appended, CacheSight, Filled, Room, places
 from tokenring.errors import ConfigurationError
 from tokenring.sequence.layout import Layout, as_integer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenring.api.caching.filling import Runs, CacheSight, cut, places
+from tokenring.api.caching.filling import CacheSight, Runs, cut, places
 from tokenring.backends.merging.all_at_once import merge_all
 from tokenring.runtime.cached_kernel import Partial, cached_partial
 
