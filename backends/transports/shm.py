@@ -65,8 +65,10 @@ class Incoming:
     def ask(self, place: tuple[int, int, int]) -> int:
         """Post a receive into a place, and return its number."""
         self.asked += 1
-        self.waiting.append(place)
-        self._flush()
+        if self.waiting or self.posted - self.arrived >= RING:
+            self.waiting.append(place)
+        else:
+            self._post(place)
         return self.asked
 
     def take_here(self, number: int) -> bool:
@@ -86,15 +88,19 @@ class Incoming:
     def _taken(self) -> None:
         self._own_bell.try_wait()  # it has rung for this
         self.arrived += 1
-        self._flush()
+        if self.waiting:
+            self._flush()
 
     def _flush(self) -> None:
         """Post what the ring has room for."""
         while self.waiting and self.posted - self.arrived < RING:
-            self.line.write(self.posted, self.waiting.popleft())
-            self.posted += 1
-            self.line.posted.post()
-            self._bell.post()
+            self._post(self.waiting.popleft())
+
+    def _post(self, place: tuple[int, int, int]) -> None:
+        self.line.write(self.posted, place)
+        self.posted += 1
+        self.line.posted.post()
+        self._bell.post()
 
 
 class Outgoing:

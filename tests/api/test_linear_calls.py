@@ -71,17 +71,18 @@ DIFFER: dict[str, tuple[Call, Call, str]] = {
 }  # fmt: skip
 
 
-def differing(here: Here, what: str) -> str:
-    with tr.TensorParallel(transport=transport_of(here)) as tp:
+def differing(here: Here, what: str, transport: str) -> str:
+    with tr.TensorParallel(transport=here.transport(transport) or "auto") as tp:
         with pytest.raises(tr.ConfigurationError) as caught:
             DIFFER[what][:2][here.rank](tp)
         assert tr.all_reduce(torch.ones(4), tp).equal(torch.full((4,), 2.0))  # the group lives on
         return str(caught.value)
 
 
+@pytest.mark.parametrize("transport", ("shm", "gloo"))
 @pytest.mark.parametrize("what", DIFFER)
-def test_ranks_that_differ(ranks: RankPools, what: str) -> None:
-    assert all(DIFFER[what][2] in text for text in ranks(2)(differing, what))
+def test_ranks_that_differ(ranks: RankPools, what: str, transport: str) -> None:
+    assert all(DIFFER[what][2] in text for text in ranks(2)(differing, what, transport))
 
 
 def without_memory(here: Here) -> tuple[str, int | None, bool]:

@@ -15,7 +15,7 @@ from tokenring.errors import ScheduleError
 from tokenring.ir.operators import COLUMN, COLUMN_DW, COLUMN_DX, GATHER, OPERATORS, REDUCE, ROW, ROW_DC, ROW_DW
 from tokenring.ir.schedule_data import ATTENTION, PASSES, Pass, TileOperator
 from tokenring.lowering.pair_box import pair_box
-from tokenring.lowering.program import Merge, Multiply, Pack, Program, Send
+from tokenring.lowering.program import NOTHING, Merge, Multiply, Pack, Program, Send
 from tokenring.proof.replay import replay
 from tokenring.schedule.names import make_schedule
 from tokenring.schedule.schedule import Schedule
@@ -189,6 +189,29 @@ def twice(program: Program) -> Iterator[Program]:
         yield edit(program, at, at, program.instructions[at])
 
 
+def without_product(program: Program) -> Iterator[Program]:
+    for at in of_type(program, Multiply):
+        yield drop(program, at)
+
+
+def without_factor(program: Program) -> Iterator[Program]:
+    for at in of_type(program, Multiply):
+        call = program.instructions[at]
+        assert isinstance(call, Multiply)
+        if not call.q.slot == call.kv.slot == NOTHING:
+            q, kv = call.q._replace(slot=NOTHING), call.kv._replace(slot=NOTHING)
+            yield edit(program, at, at + 1, call._replace(q=q, kv=kv))
+
+
+def half_a_factor(program: Program) -> Iterator[Program]:
+    """A product of both results is given one factor."""
+    for at in of_type(program, Multiply):
+        call = program.instructions[at]
+        assert isinstance(call, Multiply)
+        if len({result.kind for result in call.results}) == 2:
+            yield edit(program, at, at + 1, call._replace(q=call.q._replace(slot=NOTHING)))
+
+
 def lost(program: Program) -> Iterator[Program]:
     for at in of_type(program, Merge):
         yield drop(program, at)
@@ -210,11 +233,14 @@ def early(program: Program) -> Iterator[Program]:
 
 MUTANTS: dict[str, tuple[Callable[[Program], Iterator[Program]], str]] = {
     "wrong rows": (shifted(1, 0), "in its tensor of pairs|rows of|a second time|never computes|into"),
-    "wrong columns": (shifted(0, 1), "in its tensor of pairs|a second time|never computes"),
+    "wrong columns": (shifted(0, 1), "in its tensor of pairs|a second time|never computes|into"),
     "rows of another": (swapped_rows, "tensor of pairs|into the rows|into"),
     "beyond the tensor": (shifted(32, 0), r"takes q \d+ to \d+ of \d+"),
-    "before the tensor": (shifted(0, -1), "takes kv -1|other tokens"),
+    "before the tensor": (shifted(0, -1), "takes kv -1|other tokens|into"),
     "written twice": (twice, "second time|which nobody has used|hold nothing"),
+    "a product lost": (without_product, "never computes|hold nothing|ends without"),
+    "a factor lost": (without_factor, "computes without"),
+    "a result without its factor": (half_a_factor, "without its factor"),
     "a partial lost": (lost, "nobody merged into|ends without|which nobody has used|hold nothing"),
     "not packed": (unpacked, "hold nothing"),
     "sent before it is made": (early, "hold nothing|nobody|before"),
@@ -236,6 +262,29 @@ def test_mutants_are_refused(kind: str) -> None:
                 with pytest.raises(ScheduleError, match=says):
                     replay(schedule, [right[0], mutant, *right[2:]], False)
     assert tried
+
+
+@pytest.mark.parametrize(
+    ("name", "first"), [("direct-q/pieces4", "q_partial"), ("tokenring", "q_partial"), ("ring", "kv_partial")]
+)
+def test_what_leaves_is_made_first(name: str, first: str) -> None:
+    """Backward of a column layer: partials are sent before the other products of their step, whose factors may come."""
+    for program in programs(name, COLUMN, "backward"):
+        apart = 0
+        order = [
+            (step, instruction)
+            for instruction, step in zip(program.instructions, program.steps, strict=True)
+            if isinstance(instruction, Multiply)
+            or (isinstance(instruction, Send) and program.slots[instruction.span.slot].kind == first)
+        ]
+        for step in {step for step, _ in order}:
+            here = [each for at, each in order if at == step]
+            kinds = ["send" if isinstance(each, Send) else "".join(r.kind for r in each.results) for each in here]
+            if "send" in kinds and len(kinds) > 1:
+                apart += 1
+                other = "kv_partial" if first == "q_partial" else "q_partial"
+                assert list(dict.fromkeys(kinds)) == [first, "send", other]
+        assert apart
 
 
 def test_wrong_corners_where_a_side_carries_nothing() -> None:

@@ -117,10 +117,9 @@ class ContextParallel(Standing):
         self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
         self.topology, self.tensor_parallel, self.memory_limit_bytes = topology, tensor_parallel, memory_limit_bytes
         self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, seconds_limit(timeout_seconds)
-        self._transport = transport
+        self._transport, self._closed = transport, False
         self._made_here: dict[str, Transport] = {}
         self._spoken: Transport | None = None  # by which the ranks agreed last
-        self._closed = False
         self._pools: dict[torch.device, Pool] = {}
         self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_plan))
         self._agreed: dict[Request, Plan] = {}
@@ -162,9 +161,7 @@ class ContextParallel(Standing):
     def check_open(self) -> None:
         """Raise ConfigurationError once this is closed, or its group destroyed."""
         if self._closed:
-            raise ConfigurationError(
-                "this ContextParallel was closed; make another one, or close it after the last call"
-            )
+            raise ConfigurationError("this ContextParallel was closed; make another, or close it after the last call")
         if self._group is not None:
             self._group.check()
 
@@ -184,7 +181,7 @@ class ContextParallel(Standing):
         """Layouts that are not its own."""
         from tokenring.api.cuts import Cuts
 
-        return Cuts(self.world_size)
+        return Cuts(self.world_size, self.topology, self.tensor_parallel)
 
     @property
     def _is_alone(self) -> bool:

@@ -178,9 +178,9 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _parameter(weight: torch.Tensor, layer: Layer) -> torch.Tensor | None:
     """Return a weight if its main_grad is to be added to: to save it may give back another tensor, without one.
 
-    A leaf lives as long as its module, and keeps no graph.
+    A leaf lives as long as its module.
     """
-    return weight if layer.wanted[1] and weight.is_leaf else None
+    return weight if layer.wanted[1] and (weight.is_leaf or hasattr(weight, "main_grad")) else None
 
 
 def _of_weight(parameter: torch.Tensor | None, dtype: torch.dtype, dw: torch.Tensor) -> Gradients:

@@ -112,6 +112,8 @@ class TensorParallel(Standing):
 
             parse(schedule).make(self.world_size)
         self._names = lru_cache(maxsize=CACHED)(weakly(self._choose))
+        self._cuts = lru_cache(maxsize=CACHED)(weakly(self._cut))
+        self._boxes = lru_cache(maxsize=CACHED)(weakly(self._make_box))
         self._schedules = lru_cache(maxsize=CACHED)(weakly(self._make_schedule))
         self._executors = lru_cache(maxsize=CACHED)(weakly(self._make_executor))
 
@@ -164,15 +166,7 @@ class TensorParallel(Standing):
 
     def collective(self, elements: int, like: torch.Tensor) -> LinearRequest:
         """Return the request of a collective of so many elements, at least: in rows, as its schedule's pieces want."""
-        from tokenring.schedule.families.registry import parse
-
-        name = self.schedule
-        if name == "auto":
-            from tokenring.planner.choosing.linear import collective
-
-            codecs = self._codecs(like.dtype)
-            name = collective(elements, like.dtype, self.world_size, self.topology, codecs)
-        rows = self.world_size * parse(name).make(self.world_size).q_pieces
+        name, rows = self._cuts(elements, like.dtype)
         return LinearRequest("reduce", name, rows, self.world_size, -(-elements // rows), like.dtype, like.device)
 
     def schedule_of(self, request: LinearRequest) -> Schedule:
@@ -181,9 +175,7 @@ class TensorParallel(Standing):
 
     def box(self, request: LinearRequest) -> PairBox:
         """Return the rows and columns that this rank computes."""
-        from tokenring.lowering.pair_box import pair_box  # whoever calls attention alone need not load it
-
-        return pair_box(self.schedule_of(request), self.rank)
+        return self._boxes(request._replace(device=CPU))
 
     def call(
         self, request: LinearRequest, direction: Pass, given: Given, own: dict[str, torch.Tensor]
@@ -262,6 +254,22 @@ class TensorParallel(Standing):
 
         size = Workload(1, tokens, features, 1, 1, width, dtype)
         return choose(operator, size, self.world_size, stays, self.topology, self._codecs(dtype))
+
+    def _cut(self, elements: int, dtype: torch.dtype) -> tuple[str, int]:
+        """Return the schedule of a collective, by name, and into how many rows it cuts its tensor."""
+        from tokenring.schedule.families.registry import parse
+
+        name = self.schedule
+        if name == "auto":
+            from tokenring.planner.choosing.linear import collective
+
+            name = collective(elements, dtype, self.world_size, self.topology, self._codecs(dtype))
+        return name, self.world_size * parse(name).make(self.world_size).q_pieces
+
+    def _make_box(self, request: LinearRequest) -> PairBox:
+        from tokenring.lowering.pair_box import pair_box  # whoever calls attention alone need not load it
+
+        return pair_box(self.schedule_of(request), self.rank)
 
     def _codecs(self, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
         return WIDE if self.partials is not None and self.partials != dtype else ()

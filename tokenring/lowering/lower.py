@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenring.errors import ConfigurationError
-from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Pass, ScheduleData, Tile
+from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Pass, ScheduleData, Tile
 from tokenring.lowering.accumulators import Accumulators
 from tokenring.lowering.agenda import Agenda, incoming_key
 from tokenring.lowering.calls import KernelCall, Supports, anything
@@ -137,12 +137,15 @@ class _Lowering(Accumulators):
             self._have_request(message)
         for message in leaving if self.early else requests:
             self._post(message)
+        now, later = self._kinds_in_turn(going_home)
         for tile, made in tiles:
-            self._tile(tile, made)
+            self._tile(tile, made, now)
         for message in going_home:
             self._finish_partial(message)
         for message in going_home if self.early else partials:
             self._post(message)
+        for tile, made in tiles if later else ():
+            self._tile(tile, made, later)
         if self.schedule.slack is not None:
             self._merge_home(self.listing.step - self.schedule.slack)
 
@@ -243,16 +246,28 @@ class _Lowering(Accumulators):
 
     # ---------- tiles
 
-    def _tile(self, tile: Tile, made: list[KernelCall]) -> None:
+    def _kinds_in_turn(self, going_home: list[Message]) -> tuple[tuple[Kind, ...], tuple[Kind, ...]]:
+        """Return the kinds of results that tiles make before the step's partials go home, and those after it.
+
+        A layer's products are apart: what leaves goes first, and waits for its own factor alone. Where both kinds
+        leave, the order of posts stays as it is.
+        """
+        leaving = {message.kind for message in going_home}
+        if self.schedule.operator.pairs is None or len(self.kinds) < 2 or len(leaving) != 1:
+            return self.kinds, ()
+        return tuple(leaving), tuple(kind for kind in self.kinds if kind not in leaving)
+
+    def _tile(self, tile: Tile, made: list[KernelCall], kinds: tuple[Kind, ...]) -> None:
+        """Emit a tile's calls for these kinds of results."""
         q_slab, kv_slab = self.agenda.slabs(tile)
         for blocks, slab in ((tile.q, q_slab), (tile.kv, kv_slab)):
-            if not self._carried(slab):
+            if not self._takes(slab, kinds):
                 continue
             self._await(blocks)
             packs = not slab.own_only and self.request_slots.get(slab.key) not in self._kept_before()
             if packs:
                 self._pack([block for block in blocks if self.schedule.owner(block) == self.rank])
-        q_slot, kv_slot = self._operand_slot(q_slab), self._operand_slot(kv_slab)
+        q_slot, kv_slot = self._operand_slot(q_slab, kinds), self._operand_slot(kv_slab, kinds)
         corners: Iterable[tuple[int, int] | None] = (None,) * len(made)
         if self.schedule.operator.pairs is not None:
             made, corners = self._apart(tile, made)
@@ -260,9 +275,9 @@ class _Lowering(Accumulators):
             q = Span(q_slot, call.q_row, call.q_row + call.patch.rows, tile.heads)
             kv = Span(kv_slot, call.kv_row, call.kv_row + call.patch.cols, tile.heads)
             results: list[Result] = []
-            if "q_partial" in self.kinds:
+            if "q_partial" in kinds:
                 results += self._results("q_partial", q_slab, tile.q, q)
-            if "kv_partial" in self.kinds:
+            if "kv_partial" in kinds:
                 results += self._results("kv_partial", kv_slab, tile.kv, kv)
             if corner is not None:
                 self.emit(Multiply(tile.step, q, kv, call.patch, tuple(results), corner))
@@ -275,11 +290,13 @@ class _Lowering(Accumulators):
             if not slab.own_only and slot != NOTHING:
                 self._used(slab.key, slot)
 
-    def _carried(self, slab: Slab) -> bool:
-        return (slab.key[0], self.direction) in self.schedule.operator.carries
+    def _takes(self, slab: Slab, kinds: tuple[Kind, ...]) -> bool:
+        """Return whether calls for these kinds have an operand from a slab: a result of its own side alone has not."""
+        alone = len(kinds) < len(self.kinds) and kinds == (PARTIAL_OF[slab.key[0]],)
+        return (slab.key[0], self.direction) in self.schedule.operator.carries and not alone
 
-    def _operand_slot(self, slab: Slab) -> int:
-        if not self._carried(slab):
+    def _operand_slot(self, slab: Slab, kinds: tuple[Kind, ...]) -> int:
+        if not self._takes(slab, kinds):
             return NOTHING
         return OWN if slab.own_only else self._request_slot(slab)
 

@@ -102,7 +102,10 @@ class Attend(NamedTuple):
 
 
 class Multiply(NamedTuple):
-    """One product of rows and columns; `corner` is where its own lie in the rank's tensors of pairs (`pair_box`)."""
+    """One product of rows and columns; `corner` is where its own lie in the rank's tensors of pairs (`pair_box`).
+
+    A side that is carried but NOTHING here leaves out the other side's result, which it is a factor of: see `made_by`.
+    """
 
     step: int
     q: Span
@@ -110,6 +113,16 @@ class Multiply(NamedTuple):
     patch: Patch
     results: tuple[Result, ...]
     corner: tuple[int, int]
+
+
+def made_by(call: Multiply, home: tuple[Kind, ...]) -> tuple[Kind, ...]:
+    """Return the kinds of results that a product makes, of those of its pass.
+
+    Where a pass has both, a result of one side is the pairs times the other: without that, the first alone is made.
+    """
+    if len(home) < 2 or (call.q.slot == NOTHING) == (call.kv.slot == NOTHING):
+        return home
+    return ("q_partial",) if call.q.slot == NOTHING else ("kv_partial",)
 
 
 class Merge(NamedTuple):

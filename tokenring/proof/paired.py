@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tokenring.errors import ScheduleError
-from tokenring.ir.schedule_data import FULL, REQUEST_OF, Kind, ScheduleData
+from tokenring.ir.schedule_data import FULL, PARTIAL_OF, REQUEST_OF, Kind, Pass, ScheduleData
 from tokenring.lowering.pair_box import PairBox, pair_box
-from tokenring.lowering.program import Multiply
+from tokenring.lowering.program import NOTHING, Multiply, made_by
 from tokenring.proof.slot_contents import Tokens, joined_tokens
 from tokenring.sequence.mask import Full
 
@@ -14,7 +14,7 @@ WIDE = {(kind, FULL) for kind in REQUEST_OF}
 
 
 class BeyondPairs(Exception):
-    """A kernel call takes rows or columns that a rank's tensor of pairs does not have."""
+    """A kernel call takes rows or columns that a rank's tensor of pairs does not have, or lacks a factor."""
 
 
 class PairTokens:
@@ -33,6 +33,18 @@ class PairTokens:
             if at < 0 or at + span.rows > limit:
                 raise BeyondPairs(f"takes {kind} {at} to {at + span.rows} of {limit} in its tensor of pairs")
         return self._side(box, "q", call.corner[0], call.q.rows), self._side(box, "kv", call.corner[1], call.kv.rows)
+
+    def kinds(self, call: Multiply, direction: Pass) -> tuple[Kind, ...]:
+        """Return the kinds of results of a call. Raises BeyondPairs unless it has the factors that these need."""
+        operator = self._schedule.operator
+        made = made_by(call, operator.home[direction])
+        for kind, span in zip(PAIR_KINDS, (call.q, call.kv), strict=True):
+            left_out = made != operator.home[direction] and PARTIAL_OF[kind] in made
+            if (span.slot == NOTHING) == ((kind, direction) in operator.carries and not left_out):
+                raise BeyondPairs(f"computes without {kind}, or with one that nothing carries")
+        if other := {result.kind for result in call.results}.difference(made):
+            raise BeyondPairs(f"makes {min(other)} without its factor")
+        return made
 
     def _side(self, box: PairBox, kind: Kind, first: int, count: int) -> Tokens:
         return joined_tokens(box.tokens(kind, self._schedule.layout_of(kind), first, count))

@@ -56,7 +56,7 @@ from tokenring.proof.slot_contents import (
     results,
     tokens_of,
 )
-from tokenring.proof.visible_pairs import Pairs, Tally
+from tokenring.proof.visible_pairs import Kinds, Pairs, Tally
 from tokenring.sequence.workload import Workload
 
 RESULTS = REQUEST_OF.keys()  # the kinds of what tiles make
@@ -282,8 +282,8 @@ class _Replay:
         self._check_free(rank, pack.into)
         if rank.program.slots[pack.into.slot].kind != pack.kind or pack.source.rows != pack.into.rows:
             raise rank.wrong(f"packs rows of {pack.kind} into {pack.into}, which is of another kind or size")
-        start, stop = pack.into.start, pack.into.stop
-        rank.held[pack.into.slot][pack.into.heads][start] = ContentRun(start, stop, rank.rank, pack.source.start)
+        slot, start, stop, heads = pack.into
+        rank.held[slot][heads][start] = ContentRun(start, stop, rank.rank, pack.source.start)
 
     def _attend(self, rank: Rank, call: Attend) -> None:
         q, kv = self._tokens(rank, call.q, "q"), self._tokens(rank, call.kv, "kv")
@@ -294,24 +294,22 @@ class _Replay:
     def _multiply(self, rank: Rank, call: Multiply) -> None:
         """Check that rows and columns of the tensors of pairs are those of the operands, which may be one of them."""
         try:
-            there = self.in_pairs.of(rank.rank, call)
+            made, there = self.in_pairs.kinds(call, self.direction), self.in_pairs.of(rank.rank, call)
         except BeyondPairs as beyond:
             raise rank.wrong(f"{beyond}{self._of(rank)}") from None
         for kind, span, tokens in zip(PAIR_KINDS, (call.q, call.kv), there, strict=True):
-            if (span.slot == NOTHING) == ((kind, self.direction) in self.schedule.operator.carries):
-                raise rank.wrong(f"computes without {kind}, or with one that nothing carries{self._of(rank)}")
             if span.slot != NOTHING and self._tokens(rank, span, kind) != tokens:
                 raise rank.wrong(f"has {kind} in its tensor of pairs among those of other tokens{self._of(rank)}")
-        self._compute(rank, call, *there)
+        self._compute(rank, call, *there, made)
 
-    def _compute(self, rank: Rank, call: Attend | Multiply, q: Tokens, kv: Tokens) -> None:
-        """Note a kernel call, and put its results where they go."""
+    def _compute(self, rank: Rank, call: Attend | Multiply, q: Tokens, kv: Tokens, kinds: Kinds = None) -> None:
+        """Note a kernel call, and put its results where they go. kinds: of results; None: all of the pass."""
         patch, shape = call.patch, (0, call.q.rows, 0, call.kv.rows)
         spans = [call.q, call.kv, *(result.into for result in call.results)]
         if patch[:4] != shape or len({span.heads for span in spans}) != 1:
             raise rank.wrong(f"computes {patch} of {call.q.rows} × {call.kv.rows} rows, or mixes heads{self._of(rank)}")
         try:
-            made = self.tally.call(rank.rank, call.step, call.q.heads, q, kv, patch)
+            made = self.tally.call(rank.rank, call.step, call.q.heads, q, kv, patch, kinds)
         except Twice:
             raise rank.wrong(f"computes some tokens twice in one call{self._of(rank)}") from None
         for result in call.results:
@@ -335,7 +333,7 @@ class _Replay:
         self._use(rank, source)
 
     def _fill(self, rank: Rank, fill: Fill) -> None:
-        start, stop = fill.into.start, fill.into.stop
+        _, start, stop, _ = fill.into
         self._accumulate(rank, fill.kind, fill.into, [ContentRun(start, stop, NOBODY, 0)], True)
 
     # ---------- the end

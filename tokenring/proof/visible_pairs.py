@@ -10,6 +10,7 @@ from tokenring.ir.schedule_data import Block, Kind, ScheduleData
 from tokenring.proof.slot_contents import ContentRun, Rows, Tokens, add
 from tokenring.sequence.region import Patch, Region, tidy
 
+Kinds = tuple[Kind, ...] | None  # of results; None: all of the pass
 Cell = tuple[tuple[int, int], Patch]  # (q unit, kv unit), and what is computed of it, in rows and columns of the units
 
 
@@ -79,12 +80,13 @@ class Pairs:
 
 
 class CoveredCall(NamedTuple):
-    """A kernel call that was made."""
+    """A kernel call that was made, for results of these kinds."""
 
     rank: int
     step: int
     heads: int
     cells: list[Cell]
+    kinds: Kinds = None
 
 
 class Tally:
@@ -102,11 +104,23 @@ class Tally:
         }
         self._sides: tuple[tuple[Kind, int], ...] = tuple((kind, 0 if kind[0] == "q" else 1) for kind in kinds)
 
-    def call(self, rank: int, step: int, heads: int, q: Tokens, kv: Tokens, patch: Patch) -> int:
-        """Note a kernel call and return the bit that stands for it."""
+    def call(
+        self,
+        rank: int,
+        step: int,
+        heads: int,
+        q: Tokens,
+        kv: Tokens,
+        patch: Patch,
+        kinds: Kinds = None,
+    ) -> int:
+        """Note a kernel call, for results of these kinds (None: all), and return the bit that stands for it."""
         made = 1 << len(self.calls)
-        self.calls.append(CoveredCall(rank, step, heads, self.pairs.cells(q, kv, patch)))
+        kinds = None if kinds is not None and len(kinds) == len(self._sides) else kinds
+        self.calls.append(CoveredCall(rank, step, heads, self.pairs.cells(q, kv, patch), kinds))
         for kind, side in self._sides:
+            if kinds is not None and kind not in kinds:
+                continue
             for count, owner, row in (q, kv)[side]:
                 add(self.due[kind, owner, heads], ContentRun(row, row + count, owner, row, made))
         return made
@@ -116,9 +130,15 @@ class Tally:
         return self.calls[(made & -made).bit_length() - 1]
 
     def check(self) -> tuple[int, int, str] | None:
-        """Return what is not computed exactly once: (rank, step, in words); None if nothing."""
+        """Return what is not computed exactly once, for each kind of results: (rank, step, in words); None: nothing."""
+        if all(call.kinds is None for call in self.calls):
+            return self._check(self.calls)
+        of_kinds = ([call for call in self.calls if kind in (call.kinds or (kind,))] for kind, _ in self._sides)
+        return next((wrong for calls in of_kinds if (wrong := self._check(calls)) is not None), None)
+
+    def _check(self, calls: list[CoveredCall]) -> tuple[int, int, str] | None:
         computed: list[dict[tuple[int, int], Region]] = [{} for _ in range(self.schedule.head_groups)]
-        for call in self.calls:
+        for call in calls:
             of = computed[call.heads]
             for units, patch in call.cells:
                 before = of.get(units)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from tokenring.ir.schedule_data import Kind, Pass, TileOperator
-from tokenring.lowering.program import Multiply, Program, Span
+from tokenring.lowering.program import NOTHING, Multiply, Program, Span
 from tokenring.runtime.call import ActiveCall, Step
 
 Tensors = Mapping[str, torch.Tensor]
@@ -62,6 +62,7 @@ def multiplying(
     reads = {
         name: operand(span, name, kind)
         for kind, span in sides
+        if span.slot != NOTHING
         for name in operator.carries.get((kind, direction), ((), ()))[1]
     }
     rows = slice(call.corner[0], call.corner[0] + call.q.rows)

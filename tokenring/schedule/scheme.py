@@ -41,8 +41,8 @@ class Scheme:
         rank may fuse into one kernel call. None: as soon as they are due.
     together: a rank computes when everything has arrived.
     late: part of each rank's local tile is kept for last (`passes.keep_for_last`).
-    of_any_kv: `place` and `when` say the same of a q unit whoever owns the kv units of a piece, and whenever they are
-        due; so tiles need not be made one by one.
+    placed_by_q: `place` says the same of a q unit and a piece of kv whoever owns that.
+    timed_by_q: so does `when`, also whenever they are due; with `placed_by_q`, tiles need not be made one by one.
     """
 
     name: str
@@ -61,12 +61,14 @@ class Scheme:
     place_for: PlacementFor | None = None
     when: Callable[[Pair, int], int] | None = None
     late: bool = False
-    of_any_kv: bool = False
+    placed_by_q: bool = False
+    timed_by_q: bool = False
 
 
 def build(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
     """Build the scheme's schedule for these layouts, pruned by the mask. Not yet verified."""
-    if scheme.of_any_kv and scheme.when is not None and scheme.place_for is None and not scheme.together:
+    by_q = scheme.placed_by_q and scheme.timed_by_q and scheme.when is not None
+    if by_q and scheme.place_for is None and not scheme.together:
         made = prune(dense(scheme, q_layout, kv_layout, mask, _fused_tiles))
     else:
         made = prune(fuse(dense(scheme, q_layout, kv_layout, mask)))
@@ -90,11 +92,7 @@ def dense(
 
     tiles_of: what makes the tiles, one by one if nothing is said.
     """
-    world = q_layout.world_size
-    schedule = Schedule(
-        scheme.name, world, q_layout, kv_layout, mask, (), (), scheme.head_groups, scheme.q_pieces,
-        scheme.kv_pieces, scheme.keep, scheme.slack, scheme.codecs,
-    )  # fmt: skip
+    schedule = nothing_moves_yet(scheme, q_layout, kv_layout, mask)
     q_routes = _routes(schedule, "q", scheme.gather_q)
     kv_routes = _routes(schedule, "kv", scheme.gather_kv)
     q_units, kv_units = _units_due(schedule, "q", q_routes), _units_due(schedule, "kv", kv_routes)
@@ -107,21 +105,31 @@ def dense(
     return schedule.replace(tiles=tuple(tiles), moves=tuple(moves))
 
 
+def nothing_moves_yet(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
+    """Return the scheme's schedule without tiles and moves: its units."""
+    return Schedule(
+        scheme.name, q_layout.world_size, q_layout, kv_layout, mask, (), (), scheme.head_groups, scheme.q_pieces,
+        scheme.kv_pieces, scheme.keep, scheme.slack, scheme.codecs,
+    )  # fmt: skip
+
+
 Routes = dict[Block, tuple[Hop, ...]]
 
 
 def _routes(schedule: Schedule, kind: Kind, gather: Gather) -> Routes:
-    return {block: gather(_origin(schedule, block)) for block in _units(schedule, kind)}
+    return {block: gather(origin_of(schedule, block)) for block in units(schedule, kind)}
 
 
-def _units(schedule: Schedule, kind: Kind) -> Iterable[Block]:
+def units(schedule: Schedule, kind: Kind) -> Iterable[Block]:
+    """Yield every unit of a kind."""
     for chunk in range(len(schedule.layout_of(kind).chunks)):
         for heads in range(schedule.head_groups):
             for piece in range(schedule.pieces_of(kind)):
                 yield Block(kind, chunk, heads, piece)
 
 
-def _origin(schedule: Schedule, block: Block) -> Origin:
+def origin_of(schedule: Schedule, block: Block) -> Origin:
+    """Return where the route of a unit, or of partials for it, begins or ends."""
     return Origin(
         schedule.owner(block),
         schedule.world_size,
@@ -172,10 +180,13 @@ def _tiles(schedule: Schedule, scheme: Scheme, q_units: Units, kv_units: Units) 
     for (kv_owner, heads, kv_piece), units in kv_units.items():
         others[heads].append((kv_owner, kv_piece, units))
     tiles = []
+    placed_by_q, kv_pieces = scheme.placed_by_q and scheme.place_for is None, range(scheme.kv_pieces)
     for (q_owner, heads, q_piece), (q, q_due, q_made) in q_units.items():
+        ranks = [place(Pair(q_owner, 0, heads, q_piece, piece, world)) for piece in kv_pieces if placed_by_q]
         for kv_owner, kv_piece, (kv, kv_due, kv_made) in others[heads]:
-            pair = Pair(q_owner, kv_owner, heads, q_piece, kv_piece, world)
-            rank = place(pair)
+            if when or not ranks:
+                pair = Pair(q_owner, kv_owner, heads, q_piece, kv_piece, world)
+            rank = ranks[kv_piece] if ranks else place(pair)
             step, kv_step = q_due.get(rank, 0), kv_due.get(rank, 0)
             if kv_step > step:
                 step = kv_step
@@ -247,5 +258,5 @@ def _partials(schedule: Schedule, kind: Kind, units: Iterable[UnitsDue], back: R
     for blocks, _, made in units:
         for block in blocks if made else ():
             _, chunk, heads, piece, _ = block
-            for step, src, dst, _, add in back(_origin(schedule, block), made):
+            for step, src, dst, _, add in back(origin_of(schedule, block), made):
                 yield Move(step, Block(partial, chunk, heads, piece, src), src, dst, PARTIALS, add)

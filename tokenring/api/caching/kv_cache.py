@@ -40,7 +40,7 @@ class KVCache(CacheMemory, Standing):
 
     _internal: ClassVar[frozenset[str]] = frozenset((
         "appended", "check_open", "current", "differing", "exchange", "filled", "forms", "history", "keys", "note",
-        "open_keys", "open_rows", "open_values", "room", "sealed", "sharded", "sight", "steps", "values",
+        "open_keys", "open_values", "opened", "room", "sealed", "sharded", "sight", "steps", "values",
     ))  # fmt: skip
 
     def __init__(
@@ -169,7 +169,7 @@ class KVCache(CacheMemory, Standing):
     def close(self) -> None:
         """Give back the memory; closing twice is fine, and every other use is refused."""
         self.keys, self.values, self.open_keys, self.open_values = [], [], [], []
-        self.open_rows, self._sealed = [], []
+        self.opened, self._sealed = [], []
         self.filled = [self._empty] * self.layers
 
     def _outside_a_step(self, what: str) -> None:

@@ -25,7 +25,7 @@ class CacheMemory:
     """Keys and values [B, Hkv, tokens, D] of each layer, heads first, as kernels read them.
 
     filled: by layer, what it holds. steps: how many were begun; current: the one that has not ended.
-    open_rows: by layer, the open keys and values as views [B, tokens, Hkv, D].
+    opened: the open keys and values of all layers, [layers, B, Hkv, tokens, D].
     forms: by layer, the query heads and the scale on which the ranks have agreed. history: a digest of what was
     cropped, dropped and reordered since the cache was empty.
     """
@@ -40,24 +40,20 @@ class CacheMemory:
         self.steps, self.history = 0, NOTHING
         self.forms: list[tuple[int, float] | None] = [None] * layers
         self.current: object | None = None
-        self.keys, self.values = self._memory(room.sealed)
+        self.keys, self.values = ([self._memory(room.sealed, width) for _ in range(layers)] for width in widths)
         self.device = self.keys[0].device  # with its number, as tensors say it
-        self.open_keys, self.open_values = self._memory(room.open)
-        opened = zip(self.open_keys, self.open_values, strict=True)
-        self.open_rows = [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in opened]
+        self.opened = [self._memory(room.open, width, layers) for width in widths]
+        self.open_keys, self.open_values = (list(each.unbind(0)) for each in self.opened)
         self._sealed: list[tuple[int, torch.Tensor, torch.Tensor] | None] = [None] * layers  # as it was given out last
         self._empty = Filled.empty(room.ranks)
         self.filled = [self._empty] * layers
         self._pad(starts)
 
-    def _memory(self, tokens: int) -> list[list[torch.Tensor]]:
-        """Allocate memory for so many tokens of keys and of values, for each layer."""
-        shape = self.batch, self.kv_heads, tokens
+    def _memory(self, tokens: int, width: int, *layers: int) -> torch.Tensor:
+        """Allocate memory for so many tokens of keys or values, of one layer or several."""
         with torch.inference_mode(False):  # it may be used in another mode than it was made in
-            return [
-                [torch.empty(*shape, width, dtype=self.dtype, device=self.device) for _ in range(self.layers)]
-                for width in (self.head_dim, self.value_dim)
-            ]
+            shape = *layers, self.batch, self.kv_heads, tokens, width
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def _pad(self, starts: Starts) -> None:
         found = None if starts is None else [as_integer(each) for each in _list(starts)]

@@ -21,8 +21,8 @@ class OneToken:
     """A step of one token, for layers that hold the same as the one that it was made for."""
 
     __slots__ = (
-        "_after", "_at", "_cache", "_exchange", "_filled", "_given", "_groups", "_local", "_lses", "_mine", "_outs",
-        "_scale", "form", "key",
+        "_after", "_cache", "_exchange", "_filled", "_given", "_groups", "_local", "_lses", "_mine", "_new_keys",
+        "_new_values", "_open_keys", "_open_values", "_outs", "_scale", "form", "key",
     )  # fmt: skip
 
     def __init__(
@@ -30,7 +30,10 @@ class OneToken:
     ) -> None:
         self.form, self._given = Form(q.shape[2], checked_scale(scale, q.shape[3])), scale
         self._scale = self.form.scale
-        self._filled, self._after, self._at = filled, filled.after(1, cache.room).filled, filled.open
+        self._filled, self._after = filled, filled.after(1, cache.room).filled
+        at = filled.open  # of all layers at once, which takes less than layer by layer
+        self._new_keys, self._new_values = (x.transpose(2, 3).narrow(2, at, 1).unbind(0) for x in cache.opened)
+        self._open_keys, self._open_values = (x.narrow(3, 0, at + 1).unbind(0) for x in cache.opened)
         self._cache, self._exchange = cache, exchange
         batch, heads = q.shape[0], q.shape[2]
         self._groups = batch, cache.kv_heads, heads // cache.kv_heads, cache.head_dim
@@ -51,7 +54,7 @@ class OneToken:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, wants_lse: bool, number: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return out [B, H, 1, D] and, if wanted, lse [B, H, 1], in fp32; k and v are appended."""
-        cache, partials, at, scale = self._cache, self._exchange.partials, self._at, self._scale
+        cache, partials, scale = self._cache, self._exchange.partials, self._scale
         label = f"partial results of layer {layer} in step {number}"
         received = partials.receive(label)
         q = q.view(self._groups)  # the query heads of a kv head as its rows
@@ -60,11 +63,9 @@ class OneToken:
         self._mine[0].copy_(out)
         self._mine[1].copy_(lse)
         sent = partials.send(label)
-        key_rows, value_rows = cache.open_rows[layer]
-        key_rows.narrow(1, at, 1).copy_(k)
-        value_rows.narrow(1, at, 1).copy_(v)
-        keys, values = cache.open_keys[layer].narrow(2, 0, at + 1), cache.open_values[layer].narrow(2, 0, at + 1)
-        out, lse = FLASH(q, keys, values, 0.0, False, scale=scale)
+        self._new_keys[layer].copy_(k)
+        self._new_values[layer].copy_(v)
+        out, lse = FLASH(q, self._open_keys[layer], self._open_values[layer], 0.0, False, scale=scale)
         self._local[0].copy_(out)
         self._local[1].copy_(lse)
         wait_for(received)

@@ -64,9 +64,8 @@ def ask(options: argparse.Namespace) -> Asked:
     whole = Workload(*sizes, options.value_dim)
     mask = parse_mask(options.mask)
     mask.check_length(length)
-    layout = layout_of(
-        options.layout or ("zigzag" if "causal" in str(mask) else "contiguous"), net.world_size, length, mask
-    )
+    named = options.layout or ("zigzag" if "causal" in str(mask) else "contiguous")
+    layout = layout_of(named, net.world_size, length, mask, net.port_links)
     heads, passes = heads_of_group(whole, options.tp), PASSES[options.passes]
     supports = anything if machine.kernel is None else kernel_class(machine.kernel).supports_patch
     setting = Setting(heads, net, machine.over(target), passes, supports, target)

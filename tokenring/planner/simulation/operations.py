@@ -21,6 +21,7 @@ from tokenring.lowering.program import (
     Span,
     Wait,
     bundled_bytes,
+    made_by,
 )
 from tokenring.lowering.records import Records
 from tokenring.planner.simulation.launches import Launches, PassRecords
@@ -236,12 +237,17 @@ class _Maker:
 
     def _attend(self, attend: Attend | Multiply) -> list[Operation]:
         patch = attend.patch
-        seconds = self.costs.kernel_seconds(patch)
+        seconds = self.costs.kernel_seconds(patch) * self._share(attend)
         label = f"{patch.rows} × {patch.cols}"
         made: list[Operation] = [Compute(seconds, True, attend.step, label)]
         copied = sum(self._result_bytes(attend, result) for result in attend.results)
         merges = sum(self._merges(result.first) for result in attend.results)
         return [*made, self._copy(copied, attend.step, "merge", merges)] if copied else made
+
+    def _share(self, call: Attend | Multiply) -> float:
+        """Return the part of a tile's products that a call makes."""
+        home = self.costs.schedule.operator.home[self.costs.direction]
+        return 1.0 if isinstance(call, Attend) or not home else len(made_by(call, home)) / len(home)
 
     def _merges(self, first: bool) -> int:
         """Return 1 if results are merged by log-sum-exp, 0 where gradients are added or the first one is copied."""

@@ -57,7 +57,7 @@ def packed(world_size: int, groups: int) -> Scheme:
 
     return Scheme(
         "packed", lambda pair: rank_of(pair.heads, pair.q_owner), gather_q, gather_kv, head_groups=groups, keep=KEEP,
-        when=lambda pair, _: due(pair.heads, rank_of(pair.heads, pair.q_owner)), of_any_kv=True,
+        when=lambda pair, _: due(pair.heads, rank_of(pair.heads, pair.q_owner)), placed_by_q=True, timed_by_q=True,
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def uneven(world_size: int, groups: int) -> Scheme:
 
     return Scheme(
         "uneven", lambda pair: rank_of(pair.heads), gather, gather, head_groups=groups, keep=KEEP,
-        when=lambda pair, due: 1 + wave(pair.heads), of_any_kv=True,
+        when=lambda pair, due: 1 + wave(pair.heads), placed_by_q=True, timed_by_q=True,
     )  # fmt: skip
 
 
@@ -121,5 +121,6 @@ def sub_sharded(world_size: int, heads: int, queries: int, keys: int) -> Scheme:
 
     return Scheme(
         "sub-sharded", lambda pair: (pair.heads * queries + pair.q_piece) * keys + pair.kv_piece, gather_q, gather_kv,
-        head_groups=heads, q_pieces=queries, kv_pieces=keys, when=lambda pair, due: 1, of_any_kv=True,
+        head_groups=heads, q_pieces=queries, kv_pieces=keys, when=lambda pair, due: 1,
+        placed_by_q=True, timed_by_q=True,
     )  # fmt: skip
