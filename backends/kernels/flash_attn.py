@@ -27,8 +27,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from tokenring.backends.kernels.flash_common import Gradients, TileKernel
-from tokenring.backends.kernels.flash_window import Window, second_version, window
+from tokenring.backends.kernels.flash_common import Gradients, TileKernel, Window, second_version, window
 from tokenring.backends.kernels.reference import SoftCapped
 from tokenring.errors import BackendUnavailable, UnsupportedError, one_line
 from tokenring.sequence.region import Patch

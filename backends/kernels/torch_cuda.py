@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from tokenring.backends.kernels.flash_common import CACHED_PATCHES, HALF, Gradients, TileKernel
-from tokenring.backends.kernels.flash_window import Window, second_version
+from tokenring.backends.kernels.flash_common import CACHED_PATCHES, HALF, Gradients, TileKernel, Window, second_version
 from tokenring.backends.kernels.masks import MaskedKernel, Masks
 from tokenring.backends.kernels.reference import dense_mask
 from tokenring.errors import BackendUnavailable, UnsupportedError

@@ -91,6 +91,9 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: tr.ContextParallel(transport="ncl"), "nccl"),
     (lambda: tr.ContextParallel(kernel="cpu_flash"), "cpu-flash"),
     (lambda: tr.schedule("relai/2", 4), "relay"),
+    (lambda: tr.TensorParallel(schedule="direct_q"), "direct-q"),
+    (lambda: tr.TensorParallel(transport="smh"), "shm"),
+    (lambda: tr.TensorParallel(stays="weight"), "weights"),  # type: ignore[arg-type]
 ]
 
 

@@ -61,10 +61,11 @@ def test_tables_fit(name: str, colour: bool, monkeypatch: pytest.MonkeyPatch) ->
     "words",
     [
         ("plan", "--topology", "preset:a10-pix-4", "--cached", "4k"),
+        ("schedule", "tokenring", "--ranks", "4", "--mask", "causal"),
         ("advise", "--engine", "megatron", "--model", "llama-3.1-8b", "--topology", "preset:hgx-h100", "--ranks", "2",
          "--seq", "8k", "--pass", "forward"),
     ],
-    ids=["plan", "advise"],
+    ids=["plan", "schedule", "advise"],
 )  # fmt: skip
 def test_commands_fit(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(WIDTH))
@@ -87,6 +88,27 @@ another   10.0     2.0
 name     third
 a        300.0
 another   30.0"""
+
+
+GRID = """\
+# what a cell says
+step | rank 0      | rank 1
+   0 | kv0>1  q0×0 | kv1>0  q1×1
+   1 |        q0×1 |        q1×0"""
+RANK_BY_RANK = """\
+# what a cell says
+step | rank 0
+   0 | kv0>1  q0×0
+   1 |        q0×1
+
+step | rank 1
+   0 | kv1>0  q1×1
+   1 |        q1×0"""
+
+
+def test_a_grid_is_cut_between_ranks() -> None:
+    assert wrap_lines(GRID, 20) == RANK_BY_RANK
+    assert wrap_lines(GRID, 40) == GRID
 
 
 def test_a_table_goes_on_below() -> None:

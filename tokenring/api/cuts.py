@@ -43,7 +43,7 @@ class Cuts:
 
     @cached_property
     def _port_links(self) -> int:
-        """Of how many links a rank's port is made; 1 where no topology was given: ranks look for one only to plan."""
+        """Return of how many links a rank's port is made; 1 where no topology is given: one is sought only to plan."""
         if self._topology is None:
             return 1
         from tokenring.planner.interconnects.shared_links import group_net

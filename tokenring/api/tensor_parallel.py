@@ -98,7 +98,9 @@ class TensorParallel(Standing):
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         if stays not in STAYS:
-            raise ConfigurationError(f"stays={stays!r}: use one of {', '.join(STAYS)}")
+            from tokenring.nearest import hint
+
+            raise ConfigurationError(f"stays={stays!r}: use one of {', '.join(STAYS)}{hint(stays, STAYS)}")
         if not isinstance(schedule, str):
             raise ConfigurationError(f"schedule={schedule!r}: give a name, as 'direct-q', or 'auto'")
         if partials not in (None, torch.float32):

@@ -23,6 +23,7 @@ from tokenring.cli.spelling import (
 )
 from tokenring.display.console import Parser, check_suffix, read_options, write_file
 from tokenring.display.safe_text import plain, plain_lines
+from tokenring.display.wrapping import fitted
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.schedule.size_limits import check_size
 
@@ -172,7 +173,7 @@ def _schedule_command(options: argparse.Namespace, stdin: TextIO) -> int:
     schedule = (_read(options, stdin) if is_file else _build(options)).verify()
     text = text_of(schedule, options)
     if options.output is None:
-        print(text, end="")
+        print(fitted(text, sys.stdout) if text_of is _report else text, end="")
     else:
         write_file(options.output, text)
     return 0

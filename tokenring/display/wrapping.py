@@ -15,13 +15,14 @@ INK = re.compile(r"(\x1b\[(?:0|1|2|31|32)m)")  # the colours of console.Ink, whi
 PLAIN = "\x1b[0m"  # ends a colour
 CELLS = re.compile(r"  +(?=\S)")  # what stands between two cells
 LEAST = 24  # columns that a hanging cell has
+BAR = "|"  # between the columns of a grid
 COLUMNS = 4  # that lines have in common, at least, to be a table
 BELOW = 4  # columns by which what goes on below a whole row is indented
 
 
-def fitted(text: str, out: TextIO) -> str:
-    """Return the text as it fits the terminal that `out` is; unchanged where it is none."""
-    return wrap_lines(text, shutil.get_terminal_size().columns) if out.isatty() else text
+def fitted(text: str, out: TextIO | None) -> str:
+    """Return the text as it fits the terminal that `out` is; unchanged where it is none, or closed."""
+    return wrap_lines(text, shutil.get_terminal_size().columns) if out is not None and out.isatty() else text
 
 
 def wrap_lines(text: str, width: int) -> str:
@@ -30,17 +31,22 @@ def wrap_lines(text: str, width: int) -> str:
     Lines of a table that is wider are cut between the same columns, and each part begins with the first column.
     """
     found: list[str] = []
-    for filled, lines in groupby(text.split("\n"), bool):
+    for kind, lines in groupby(text.split("\n"), _kind):
         block = list(lines)
-        found += _block(block, width) if filled else block
+        found += _block(block, width) if kind else block
     return "\n".join(found)
+
+
+def _kind(line: str) -> int:
+    """Return 0 for an empty line, 2 for a row of a grid with bars, 1 for any other: a block has lines of one kind."""
+    return 2 if BAR in line else 1 if line else 0
 
 
 def _block(block: Sequence[str], width: int) -> list[str]:
     """Fit lines between which none is empty."""
     seen = [INK.sub("", line) for line in block]
     columns = _columns(seen)
-    if len(columns) >= COLUMNS and max(map(len, seen)) > width:
+    if len(columns) >= (2 if BAR in seen[0] else COLUMNS) and max(map(len, seen)) > width:
         cut = [[_cut(line, part) for line in block] for part in _parts(columns, width)]
         block = [line for at, part in enumerate(cut) for line in ([""] if at else []) + part]
     return [line for each in block for line in _lines(each, width)]
@@ -55,11 +61,14 @@ class TextColumn(NamedTuple):
 
 
 def _columns(seen: Sequence[str]) -> list[TextColumn]:
-    """Return the columns of lines: in every line two spaces or more stand between them. One line has none."""
+    """Return the columns of lines: in every line a bar or two spaces stand between them. One line has none."""
     if len(seen) < 2:
         return []
     longest = max(map(len, seen))
     used = [at for at in range(longest) if any(line[at : at + 1].strip() for line in seen)]
+    if bars := [at for at in used if all(line[at : at + 1] == BAR for line in seen)]:
+        ends = [max(at for at in used if at < bar) + 1 for bar in bars]
+        return [TextColumn(*each) for each in zip([0, *bars], [*ends, longest], [*bars, longest], strict=True)]
     after = [at for before, at in pairwise(used) if at - before > 2]
     ends = [before + 1 for before, at in pairwise(used) if at - before > 2]
     return [TextColumn(*each) for each in zip([0, *after], [*ends, longest], [*after, longest], strict=True)]

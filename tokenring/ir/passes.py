@@ -49,7 +49,7 @@ def prune(schedule: S) -> S:
     return schedule.replace(tiles=tuple(tiles), moves=moves)
 
 
-class Sight:
+class UnitSight:
     """A test of which q units see anything of which kv units, remembered: many schedules ask for the same."""
 
     def __init__(
@@ -81,15 +81,15 @@ class Sight:
         return known
 
 
-def sight_of(schedule: ScheduleData) -> Sight:
+def sight_of(schedule: ScheduleData) -> UnitSight:
     """Return which units of a schedule see which, under its mask."""
     each = schedule
     return _sight(each.mask, each.q_layout, each.kv_layout, each.q_pieces, each.kv_pieces)
 
 
 @lru_cache(maxsize=8)
-def _sight(mask: Mask, q_layout: Layout, kv_layout: Layout, q_pieces: int, kv_pieces: int) -> Sight:
-    return Sight(mask, units_of(q_layout, q_pieces), units_of(kv_layout, kv_pieces), q_pieces, kv_pieces)
+def _sight(mask: Mask, q_layout: Layout, kv_layout: Layout, q_pieces: int, kv_pieces: int) -> UnitSight:
+    return UnitSight(mask, units_of(q_layout, q_pieces), units_of(kv_layout, kv_pieces), q_pieces, kv_pieces)
 
 
 def _needed_requests(schedule: ScheduleData, used: Set[tuple[Block, int]]) -> Iterator[int]:
@@ -150,7 +150,7 @@ def keep_for_last(schedule: S) -> S:
 Halves = tuple[list[Tile], list[Tile]]
 
 
-def _halves(schedule: ScheduleData, tile: Tile, sees: Sight) -> Halves:
+def _halves(schedule: ScheduleData, tile: Tile, sees: UnitSight) -> Halves:
     """Return the tile in two that are as equal as can be: cut by q, by kv, or by both and put together crosswise."""
     (q0, q1), (kv0, kv1) = ((some[: len(some) // 2], some[len(some) // 2 :]) for some in (tile.q, tile.kv))
 

@@ -1,4 +1,4 @@
-"""Which of two mirror images moves less, told from their routes alone: the schedules take far longer to make."""
+"""Choose which of two mirror images moves less, by their routes alone: the schedules take far longer to make."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ Integers = tuple[int, ...] | None
 MaskLike = Mask | str | Callable[[], Mask] | None
 USE = "use Full(), Causal(), SlidingWindow or Documents"
 OF_TENSORS = "say which positions see which, as Causal() & Documents(cu_seqlens); padding is what Documents leave over"
-CLASSES = {Full: "Full()", Causal: "Causal()"}  # nothing is left open where the brackets are left out
 SIZED = {
     SlidingWindow: "SlidingWindow(left, right)", Documents: "Documents([0, end of the first, ...])",
     PrefixLM: "PrefixLM(prefix_length)", BlockCausal: "BlockCausal(block_length)", Chunks: "Chunks(size)",

@@ -11,7 +11,7 @@ from cuda_ops import golden
 
 from tokenring.backends.kernels import decompose as module
 from tokenring.backends.kernels.decompose import Part, parts
-from tokenring.backends.kernels.flash_window import second_version, window
+from tokenring.backends.kernels.flash_common import second_version, window
 from tokenring.sequence.region import Patch
 
 

@@ -112,7 +112,7 @@ class Interconnect:
 
     @cached_property
     def port_links(self) -> int:
-        """Of how many links a rank's port is made: one to each peer in a full mesh, else 1."""
+        """Return of how many links a rank's port is made: one to each peer in a full mesh, else 1."""
         peers = self.world_size - 1
         is_mesh = len(set(self.hosts)) == 1 and all(self.own_links(rank) == peers for rank in range(self.world_size))
         return max(1, peers) if is_mesh else 1
