@@ -236,6 +236,23 @@ class TakesDelta(Protocol):
 
 
 @runtime_checkable
+class PreparesRows(Protocol):
+    """A kernel for whose backward the owner of rows prepares their lse and delta, once a call, before they travel.
+
+    Only where no gradient flows into lse. All ranks have such a kernel, or none: what travels is not the same.
+    """
+
+    def for_call(self) -> AttentionKernel:
+        """Return this kernel for one backward call, which takes prepared rows."""
+
+    def prepared_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """Return what takes the place of lse [B, H, T]."""
+
+    def prepared_delta(self, dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """Return what takes the place of delta [B, H, T]; dout [B, T, H, D]."""
+
+
+@runtime_checkable
 class CappingKernel(Protocol):
     """A kernel that also computes with scores s that are soft-capped: c · tanh(s / c), before any are hidden."""
 

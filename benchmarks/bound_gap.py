@@ -17,13 +17,14 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+from model_heads import MODELS, ModelHeads  # noqa: E402
+
 from tokenring.errors import ConfigurationError  # noqa: E402
 from tokenring.ir.schedule_data import PASSES  # noqa: E402
 from tokenring.planner.bounds.bound import is_attainable  # noqa: E402
 from tokenring.planner.choosing.auto import CallToPlan, call_bound, plan_call  # noqa: E402
 from tokenring.planner.interconnects.wiring import interconnect_of  # noqa: E402
 from tokenring.planner.machines.machine import machine_of_preset  # noqa: E402
-from tokenring.planner.machines.models import MODELS, ModelHeads  # noqa: E402
 from tokenring.planner.machines.presets import PRESETS, preset  # noqa: E402
 from tokenring.planner.simulation.predict import Setting  # noqa: E402
 from tokenring.sequence.layout import make_layout  # noqa: E402

@@ -20,6 +20,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+from model_heads import MODELS  # noqa: E402
+
 from tokenring.cli.plan.options import first_ranks, several_hosts  # noqa: E402
 from tokenring.errors import ConfigurationError  # noqa: E402
 from tokenring.ir.schedule_data import PASSES  # noqa: E402
@@ -27,7 +29,6 @@ from tokenring.planner.choosing.auto import CallToPlan, make, plan_call  # noqa:
 from tokenring.planner.interconnects.interconnect import Interconnect  # noqa: E402
 from tokenring.planner.interconnects.wiring import interconnect_of  # noqa: E402
 from tokenring.planner.machines.machine import machine_of_preset  # noqa: E402
-from tokenring.planner.machines.models import MODELS  # noqa: E402
 from tokenring.planner.machines.presets import PRESETS, preset  # noqa: E402
 from tokenring.planner.simulation.predict import Setting, predict  # noqa: E402
 from tokenring.sequence.layout import make_layout  # noqa: E402

@@ -151,7 +151,7 @@ def _imported(module: str) -> ModuleType:
 
 
 class _Package(ModuleType):
-    """This package, whose public names are imported at their first use."""
+    """The package, whose public names are imported at their first use."""
 
     def __getattr__(self, name: str) -> object:
         if name not in _HOMES:

@@ -29,7 +29,9 @@ class ConfigurationError(TokenRingError, ValueError):
 
 
 class MemoryLimitError(ConfigurationError):
-    """A memory limit that no schedule keeps to."""
+    """A memory limit that no schedule keeps to. needs_bytes: of the smallest, where known."""
+
+    needs_bytes: int | None = None
 
 
 class UnsupportedError(TokenRingError, NotImplementedError):

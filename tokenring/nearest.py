@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 LIKE = 0.6  # how alike two names are at least, as difflib counts it
+BEGINNING = 3  # letters from which on a beginning means the first name that begins so
 LONGEST = 80  # characters of what was written: nobody means a name by more
 
 
@@ -17,7 +18,9 @@ def nearest(written: object, known: Iterable[str]) -> str | None:
     names = {name.lower(): name for name in known}
     if written in names.values():
         return None  # it is not the name that is wrong
-    found = get_close_matches(written.lower(), names, 1, LIKE)
+    small = written.lower()
+    longer = [name for name in names if len(small) >= BEGINNING and name.startswith(small)]
+    found = longer or get_close_matches(small, names, 1, LIKE)
     return names[found[0]] if found else None
 
 

@@ -18,7 +18,7 @@ import torch
 
 from tokenring.backends.interfaces import Tiles
 from tokenring.backends.kernels import npu_packed
-from tokenring.backends.kernels.delta import whole_out
+from tokenring.backends.kernels.npu_call import PlainRows, RowsOfCall
 from tokenring.backends.kernels.npu_masks import (
     EXPLICIT,
     TRIANGLE,
@@ -28,7 +28,7 @@ from tokenring.backends.kernels.npu_masks import (
     wants_triangle,
 )  # fmt: skip
 from tokenring.backends.kernels.npu_operator import Operator, find
-from tokenring.backends.kernels.npu_rows import canonical, row_lse, statistics
+from tokenring.backends.kernels.npu_rows import canonical, row_lse
 from tokenring.backends.kernels.npu_trials import packs_in_token_order
 from tokenring.backends.widths import cut, filled
 from tokenring.sequence.region import Patch
@@ -50,6 +50,7 @@ class NpuFusion:
         self._gradient = find("npu_fusion_attention_grad", "npu_fusion_attention_grad_v2")
         self._triangle = TRIANGLE
         self._bound: tuple[Operator, torch.device] | None = None  # of the program that holds it
+        self.rows = PlainRows()
 
     def supports(self, head_dim: int, dtype: torch.dtype) -> str | None:
         """Return None, or why it cannot compute such calls; see AttentionKernel.supports."""
@@ -84,6 +85,20 @@ class NpuFusion:
         held._triangle = self._triangle.holding([(tiles.device,)] if some else [], tiles.device)
         held._bound = (self._forward if tiles.direction == "forward" else self._gradient), tiles.device
         return held
+
+    def for_call(self) -> NpuFusion:
+        """Return this kernel for one backward call, of rows that `prepared_lse` and `prepared_delta` have made."""
+        made = copy.copy(self)
+        made.rows = RowsOfCall()
+        return made
+
+    def prepared_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """Return lse [B, H, T] of own rows as `for_call` takes it; see PreparesRows."""
+        return RowsOfCall.prepared_lse(lse)
+
+    def prepared_delta(self, dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """Return what `for_call` takes in the place of delta [B, H, T] of own rows; see PreparesRows."""
+        return RowsOfCall.prepared_delta(dout, delta)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
@@ -124,8 +139,8 @@ class NpuFusion:
         operands = [_in_layout(x, layout) for x in (q, k, v, dout.to(q.dtype))]
         made = self._gradient(
             *operands, q.shape[1], layout, scale=scale,
-            attention_in=_in_layout(whole_out(dout, delta, out, q.dtype), layout),
-            **statistics(lse), **options(patch, q.device, self._triangle),
+            attention_in=_in_layout(self.rows.out(dout, delta, out, q.dtype), layout),
+            **self.rows.statistics(lse), **options(patch, q.device, self._triangle),
         )  # fmt: skip
         dq, dk, dv = (_in_layout_back(x, layout) for x in made[:3])
         return cut(dq, head_dim), cut(dk, head_dim), dv
@@ -170,7 +185,7 @@ class NpuFusion:
         def call(how: npu_packed.NpuPacking, entries: slice) -> list[Made]:
             return how.backward(
                 self._gradient, dout[entries], q[entries], k[entries], v[entries], lse[entries],
-                None if delta is None else delta[entries], None if out is None else out[entries], scale,
+                None if delta is None else delta[entries], None if out is None else out[entries], scale, self.rows,
             )  # fmt: skip
 
         made = npu_packed.in_calls(patches, q.shape[0], call, self._triangle)

@@ -11,10 +11,10 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from tokenring.backends.kernels.delta import whole_out
+from tokenring.backends.kernels.npu_call import PlainRows
 from tokenring.backends.kernels.npu_masks import TRIANGLE, Triangle, packed_options
 from tokenring.backends.kernels.npu_operator import Operator
-from tokenring.backends.kernels.npu_rows import row_lse, statistics
+from tokenring.backends.kernels.npu_rows import row_lse
 from tokenring.backends.kernels.npu_trials import PACKED, packs_in_token_order
 from tokenring.sequence.region import Patch
 
@@ -93,6 +93,7 @@ class NpuPacking:
         delta: torch.Tensor | None,
         out: torch.Tensor | None,
         scale: float,
+        rows: PlainRows,
     ) -> list[Made]:
         """Return (dq, dk, dv) of each patch, [B, H, rows or columns, D].
 
@@ -102,11 +103,11 @@ class NpuPacking:
         lse = self._packed_lse(lse, in_token_order)
         dout = _alone(dout, self.rows)
         delta, out = (None if x is None else _alone(x, self.rows) for x in (delta, out))
-        whole = whole_out(dout, delta, out, q.dtype)
+        whole = rows.out(dout, delta, out, q.dtype)
         made = operator(
             self._tokens(q, self.rows), self._tokens(k, self.cols), self._tokens(v, self.cols),
             _in_tokens(dout.to(q.dtype)), q.shape[1], LAYOUT, scale=scale,
-            attention_in=_in_tokens(whole), **statistics(lse), **self._options(in_token_order, q.device),
+            attention_in=_in_tokens(whole), **rows.statistics(lse), **self._options(in_token_order, q.device),
         )  # fmt: skip
         dq, dk, dv = (self._parts(x, which) for x, which in zip(made, (self.rows, self.cols, self.cols), strict=False))
         return list(zip(dq, dk, dv, strict=True))

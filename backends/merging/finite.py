@@ -13,19 +13,16 @@ from dataclasses import dataclass
 import torch
 
 from tokenring.backends.kernels.npu_rows import EMPTY
+from tokenring.backends.merging.torch_merger import TorchMerger
 
 NOTHING = EMPTY / 2  # an lse below is of rows that have seen nothing: EMPTY + ln 2 is EMPTY
 
 
 @dataclass(frozen=True)
-class FiniteMerger:
+class FiniteMerger(TorchMerger):
     """The log-sum-exp form of `torch_merger`, by a maximum, a logarithm of what is from 1 to 2, and two weights."""
 
     name = "finite"
-
-    def supports(self, head_dim: int) -> str | None:
-        """Return None: it merges rows of any head dim."""
-        return None
 
     def merge_(
         self,
@@ -42,18 +39,6 @@ class FiniteMerger:
         weights = [torch.exp(each - total)[..., None] for each in (mine, theirs)]
         out.copy_(out * weights[0] + new_out.to(out.dtype) * weights[1])
         lse.copy_(total.masked_fill(total <= NOTHING, float("-inf")))
-
-    def merged(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        new_out: torch.Tensor,
-        new_lse: torch.Tensor,
-        scratch: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge in place, and return out and lse; see Merger.merged."""
-        self.merge_(out, lse, new_out, new_lse, scratch)
-        return out, lse
 
 
 def make() -> FiniteMerger:

@@ -40,7 +40,7 @@ def merge_(
 
 @dataclass(frozen=True)
 class TorchMerger:
-    """A merger by `merge_`: torch's operators, on any device."""
+    """A merger by `merge_`: torch's operators, on any device. Other mergers that work in place derive from it."""
 
     name = "torch"
 
@@ -68,7 +68,7 @@ class TorchMerger:
         scratch: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Merge in place, and return out and lse; see Merger.merged."""
-        merge_(out, lse, new_out, new_lse, scratch)
+        self.merge_(out, lse, new_out, new_lse, scratch)
         return out, lse
 
 

@@ -13,6 +13,8 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from tokenring.backends.merging.torch_merger import TorchMerger
+
 ELEMENTS = 4096  # of a program: 16 KiB of the running output; 16 bytes a thread, 8 loads on their way
 WARPS = 4
 
@@ -57,16 +59,12 @@ def _merge_rows(  # type: ignore[no-untyped-def,unused-ignore]
 
 
 @dataclass(frozen=True)
-class TritonMerger:
+class TritonMerger(TorchMerger):
     """A merger by one kernel for `out` and `lse`; needs no scratch. elements, warps: of a program."""
 
     elements: int = ELEMENTS
     warps: int = WARPS
     name = "triton"
-
-    def supports(self, head_dim: int) -> str | None:
-        """Return None: it merges rows of any head dim."""
-        return None
 
     def merge_(
         self,
@@ -89,18 +87,6 @@ class TritonMerger:
                 *out.stride(), *lse.stride(), *new_out.stride(), *new_lse.stride(),
                 HEADS=heads, D=head_dim, COLS=cols, ROWS=block, num_warps=self.warps,
             )  # fmt: skip
-
-    def merged(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        new_out: torch.Tensor,
-        new_lse: torch.Tensor,
-        scratch: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge in place, and return out and lse; see Merger.merged."""
-        self.merge_(out, lse, new_out, new_lse)
-        return out, lse
 
 
 def _four(x: torch.Tensor, dims: int) -> torch.Tensor:

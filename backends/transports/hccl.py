@@ -5,7 +5,7 @@ both directions stand in one queue, tags are ignored, and a send is as synchrono
 the match. Different peers and different groups overlap. So requests and partials have groups of their own, and of
 each of them the messages to higher ranks and those to lower ones: no queue then holds both directions. Where the
 communicators' memory is too dear, `hccl/channel` and `hccl/pair` do with half and a quarter of them. (With HCCL's own
-collectives: `hccl_collectives`.)
+collectives: `hccl_collectives`; with one communicator for all ranks: `hccl_batches`.)
 
 The streams themselves come round-robin from a pool of the device (32, in older builds of torch_npu 8), so that
 communicators may share one: a receive that is posted early would hold up a send to somebody else behind it. So all
@@ -67,6 +67,7 @@ class HcclTransport(Accelerated):
     name = "hccl"
     device_type, device_name, finds_which = "npu", "NPU", "ASCEND_LAUNCH_BLOCKING=1"
     vendor_says = re.compile(r"hccl|\bERR02\d{3}\b|\bE[IJ]\d{4}\b", re.IGNORECASE)  # torch_npu's and CANN's messages
+    by_pairs = True  # each pair of ranks has communicators of its own
     target = Target(early_receives=False, connection_bytes=CONNECTION_BYTES, modal=True)
 
     def __init__(self, group: Held, timeout_seconds: float, beside: HcclTransport | None = None) -> None:
@@ -76,7 +77,7 @@ class HcclTransport(Accelerated):
         """
         self._create, self._of = _creator(self.name), held(group)
         group = self._of
-        check_environment(self.name, os.environ)
+        check_environment(self.name, os.environ, self.by_pairs)
         self.control = Control(self.name, group, timeout_seconds) if beside is None else beside.control
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int) if beside is None else beside.sent_bytes
@@ -173,7 +174,7 @@ class HcclTransport(Accelerated):
             raise ConfigurationError(
                 f"transport {self.name!r} would take {found} communicators on a rank for these schedules: "
                 f"{self.target.why_few_connections}. Set HCCL_OP_RETRY_ENABLE=\"L1:0,L2:0\", or take transport "
-                f"'auto' or 'hccl/pair' and schedules that move between neighbours, such as ring"
+                f"'auto', or 'hccl/batch', which has one for all ranks in each channel"
             )
 
     def _communicators(self, rank: int) -> int:

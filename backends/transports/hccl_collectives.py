@@ -20,11 +20,9 @@ import torch
 
 from tokenring.backends.interfaces import Work
 from tokenring.backends.transports.hccl import FIRST_CONTACT, LATE, HcclTransport, Ranks, _Handle
-from tokenring.backends.transports.hccl_environment import MEGABYTE, megabytes
+from tokenring.backends.transports.hccl_environment import GROUP_MEGABYTES, MEGABYTE, group_bytes
 from tokenring.errors import ConfigurationError
 from tokenring.lowering.target import Target
-
-GROUP_MEGABYTES = 200  # of HCCL_BUFFSIZE where it is not set
 
 
 class HcclCollectivesTransport(HcclTransport):
@@ -110,8 +108,3 @@ class HcclCollectivesTransport(HcclTransport):
 def _lane(ranks: Ranks) -> str:
     """Return a group's name: short, as HCCL wants it, and different for different ranks."""
     return f"{len(ranks)} ranks {zlib.crc32(str(ranks).encode()):08x}"
-
-
-def group_bytes(environment: Mapping[str, str]) -> int:
-    """Return the device memory, in bytes, of one communicator of several ranks, at each of them."""
-    return 2 * megabytes(environment, "HCCL_BUFFSIZE", GROUP_MEGABYTES) * MEGABYTE

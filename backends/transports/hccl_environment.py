@@ -13,6 +13,7 @@ from tokenring.errors import BackendUnavailable, ConfigurationError
 
 MEGABYTE = 1 << 20  # as HCCL counts
 P2P_MEGABYTES = 20  # of P2P_HCCL_BUFFSIZE where it is not set
+GROUP_MEGABYTES = 200  # of HCCL_BUFFSIZE where it is not set
 EXECUTE_SECONDS = 1836  # of HCCL_EXEC_TIMEOUT where it is not set
 LEAST_LIMIT_SECONDS = 30 * 60  # torch's own for a group
 FOREVER_SECONDS = 365 * 24 * 3600
@@ -39,6 +40,11 @@ def watchdog_seconds(environment: Mapping[str, str]) -> float:
 def connection_bytes(environment: Mapping[str, str]) -> int:
     """Return the device memory, in bytes, of one communicator of two ranks, at each of them."""
     return 2 * _p2p_megabytes(environment) * MEGABYTE
+
+
+def group_bytes(environment: Mapping[str, str]) -> int:
+    """Return the device memory, in bytes, of one communicator of several ranks, at each of them."""
+    return 2 * megabytes(environment, "HCCL_BUFFSIZE", GROUP_MEGABYTES) * MEGABYTE
 
 
 def _p2p_megabytes(environment: Mapping[str, str]) -> int:
@@ -79,22 +85,33 @@ def _product() -> str | None:
     return None
 
 
-def check_environment(name: str, environment: Mapping[str, str]) -> None:
-    """Raise BackendUnavailable for settings under which messages of pairs would not go as they must."""
-    if not _p2p_megabytes(environment):
-        raise BackendUnavailable(
-            f"transport {name!r}: with P2P_HCCL_BUFFSIZE=0 all messages of a group stand in one queue, where the ranks "
-            f"would wait for each other: unset it, or give the MB of each pair's buffer"
-        )
+def check_environment(name: str, environment: Mapping[str, str], by_pairs: bool = True) -> None:
+    """Raise BackendUnavailable for settings under which messages would not go as they must.
+
+    by_pairs: each pair of ranks has communicators of its own.
+    """
     if environment.get("HCCL_OP_EXPANSION_MODE", "").strip().upper() == "AIV":
         raise BackendUnavailable(
             f"transport {name!r}: HCCL_OP_EXPANSION_MODE=AIV does not serve send and receive: unset it. Groups whose "
             f"collectives are to keep AIV can be given it alone: "
             f"ProcessGroupHCCL.Options().hccl_config['hccl_op_expansion_mode']"
         )
+    if by_pairs:
+        _check_pairs(name, environment)
+
+
+def _check_pairs(name: str, environment: Mapping[str, str]) -> None:
+    """Raise BackendUnavailable for settings under which messages of pairs would not go as they must."""
+    instead = "or take transport 'hccl/batch', which has one communicator of all ranks for each channel"
+    if not _p2p_megabytes(environment):
+        raise BackendUnavailable(
+            f"transport {name!r}: with P2P_HCCL_BUFFSIZE=0 all messages of a group stand in one queue, where the ranks "
+            f"would wait for each other: unset it, or give the MB of each pair's buffer; {instead}"
+        )
     if table := environment.get("RANK_TABLE_FILE", "").strip():
         raise BackendUnavailable(
             f"transport {name!r}: with RANK_TABLE_FILE={table} torch_npu makes all communicators of two ranks out of "
             f"one of all, and gives those of one pair in several groups the same id, which was never seen to work: "
-            f"unset it in this job, so that ranks find each other by root information, as torchrun starts them"
+            f"unset it in this job, so that ranks find each other by root information, as torchrun starts them; "
+            f"{instead}"
         )

@@ -8,6 +8,7 @@ rank's next call of the transport, so that nothing ever blocks but a wait.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ RING = 32  # receives of one pair and channel whose places can be known ahead; m
 ENTRY = struct.Struct("qqq")  # number of the heap, offset, size in bytes
 LINE_BYTES = 2 * SEMAPHORE_BYTES + -(-RING * ENTRY.size // SEMAPHORE_BYTES) * SEMAPHORE_BYTES
 LEAST_HEAP_BYTES, PAGE_BYTES = 1 << 16, 4096
+SMALL_BYTES = 1 << 16  # up to which a plain copy takes less than torch's operators around one
 
 
 class ShmLine:
@@ -63,27 +65,42 @@ class Incoming:
     def ask(self, place: tuple[int, int, int]) -> int:
         """Post a receive into a place, and return its number."""
         self.asked += 1
-        self.waiting.append(place)
-        self._flush()
+        if self.waiting or self.posted - self.arrived >= RING:
+            self.waiting.append(place)
+        else:
+            self._post(place)
         return self.asked
+
+    def take_here(self, number: int) -> bool:
+        """Take the numbered message if it has arrived, and nothing else is due before it."""
+        if self.arrived == number - 1 and self.line.arrived.try_wait():
+            self._taken()
+        return self.arrived >= number
 
     def take(self, number: int, seconds: float) -> bool:
         """Wait up to so many seconds for the numbered message; return True once it has arrived."""
         while self.arrived < number:
             if not self.line.arrived.wait(seconds):
                 return False
-            self._own_bell.try_wait()  # it has rung for this
-            self.arrived += 1
-            self._flush()
+            self._taken()
         return True
+
+    def _taken(self) -> None:
+        self._own_bell.try_wait()  # it has rung for this
+        self.arrived += 1
+        if self.waiting:
+            self._flush()
 
     def _flush(self) -> None:
         """Post what the ring has room for."""
         while self.waiting and self.posted - self.arrived < RING:
-            self.line.write(self.posted, self.waiting.popleft())
-            self.posted += 1
-            self.line.posted.post()
-            self._bell.post()
+            self._post(self.waiting.popleft())
+
+    def _post(self, place: tuple[int, int, int]) -> None:
+        self.line.write(self.posted, place)
+        self.posted += 1
+        self.line.posted.post()
+        self._bell.post()
 
 
 class Outgoing:
@@ -162,7 +179,7 @@ class ShmTransport(Controlled):
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:
         """Post the send: copy to its place if the receiver has posted one, else later; see Transport.send."""
         self.control.check_usable()
-        self.sent_bytes[dst] += data.numel() * data.element_size()
+        self.sent_bytes[dst] += data.nbytes
         out = self._outgoing[channel, dst]
         out.asked += 1
         out.waiting.append((data, label))
@@ -183,7 +200,7 @@ class ShmTransport(Controlled):
         self.pool = None
 
     def _place(self, data: torch.Tensor, label: str) -> tuple[int, int, int]:
-        size = data.numel() * data.element_size()
+        size = data.nbytes
         for number, (segment, part) in self._heaps.items():  # one, or none yet
             offset = data.data_ptr() - segment.address
             if self.rank * part <= offset and offset + size <= (self.rank + 1) * part:
@@ -203,14 +220,17 @@ class ShmTransport(Controlled):
         return not out.waiting
 
     def _put(self, data: torch.Tensor, heap: int, offset: int, size: int, label: str) -> None:
-        mine = data.numel() * data.element_size()
+        mine = data.nbytes
         if size != mine or heap not in self._heaps:
             raise ConfigurationError(
                 f"send of {label}: rank {self.rank} sends {mine} bytes, its peer expects {size} in heap {heap}: "
                 f"the ranks run different programs"
             )
-        target = self._heaps[heap][0].bytes[offset : offset + size]
-        target.copy_(data.view(-1).view(torch.uint8))
+        segment = self._heaps[heap][0]
+        if size <= SMALL_BYTES:
+            ctypes.memmove(segment.address + offset, data.data_ptr(), size)
+        else:
+            segment.bytes[offset : offset + size].copy_(data.view(-1).view(torch.uint8))
 
     # ---------- waiting
 
@@ -219,6 +239,10 @@ class ShmTransport(Controlled):
         if self._put_off:
             self._put_off = [out for out in self._put_off if not self._push(out)]
         return bool(self._put_off)
+
+    def has_received(self, incoming: Incoming, number: int) -> bool:
+        """Take the numbered message without waiting, if it is here and nothing else is to be done; else False."""
+        return not self._put_off and incoming.take_here(number)
 
     def wait_received(self, incoming: Incoming, number: int, src: int, label: str) -> None:
         """Wait until the numbered receive has arrived. Raises PeerLost."""
@@ -273,7 +297,8 @@ class _Received:
     def wait(self) -> None:
         """Wait until the bytes are here; see Work.wait."""
         transport, incoming, number, src, label = self._wait
-        transport.wait_received(incoming, number, src, label)
+        if not transport.has_received(incoming, number):
+            transport.wait_received(incoming, number, src, label)
 
 
 def _pages(nbytes: int) -> int:

@@ -128,9 +128,9 @@ def seconds(plan: Plan) -> float:
     return plan.candidates[0].predicted_seconds or 0.0
 
 
-def layouts_of(mask: Mask, length: int, ranks: int, magi: Any) -> dict[str, Layout]:
-    """Return our layouts and the distinct ones of Magi's settings, by name."""
-    found = {"balanced": balanced_layout(mask, length, ranks), "zigzag": zigzag(ranks, length),
+def layouts_of(mask: Mask, length: int, ranks: int, links: int, magi: Any) -> dict[str, Layout]:
+    """Return our layouts and the distinct ones of Magi's settings, by name. links: of a rank's port."""
+    found = {"balanced": balanced_layout(mask, length, ranks, links=links), "zigzag": zigzag(ranks, length),
              "contiguous": contiguous(ranks, length)}  # fmt: skip
     seen = set()
     for name, layout in magi(mask, length, ranks) if magi else ():
@@ -162,12 +162,13 @@ def main() -> int:
         draws = {"Magi's table": from_table(Path(folder) / TABLE), **draws}
     wanted = options.lengths.split(",") if options.lengths else list(draws)
     shape = Shape("full-mesh", options.ranks, round(options.port_gbit / (options.ranks - 1), 4))
+    links = interconnect_of_shape(shape).port_links
     found: dict[float, list[tuple[float | None, float]]] = {}
     with Emulated(shape.kind, shape.ranks, shape.link_gbit) as net:
         for name in wanted:
             for seed in range(options.packs):
                 mask = pack(draws[name], options.length, seed)
-                layouts = layouts_of(mask, options.length, options.ranks, magi)
+                layouts = layouts_of(mask, options.length, options.ranks, links, magi)
                 for ratio in map(float, options.ratios.split(",")):
                     began = time.monotonic()
                     race = Race(options, shape, mask, layouts, ratio)

@@ -158,6 +158,36 @@ CHOSEN = (
 )
 
 
+def chunkings(ranks_: int, home: str) -> list[tuple[tuple[int, str], ...]]:
+    """A prompt of 96 tokens and 5 decoded ones: at once, token by token, and in chunks of all sizes."""
+    unit = 2 * ranks_ if home == TOKENS else 1
+    draw = random.Random(ranks_)
+    made = [[96], [unit] * (96 // unit)]
+    for _ in range(3):
+        sizes: list[int] = []
+        while sum(sizes) < 96:
+            sizes.append(min(unit * draw.randint(1, 40 // unit), 96 - sum(sizes)))
+        made.append(sizes)
+    return [(*((size, home) for size in sizes), *((1, ALL),) * 5) for sizes in made]
+
+
+@pytest.mark.parametrize("home", [ALL, TOKENS])
+@pytest.mark.parametrize("ranks_", [2, 3])
+def test_any_chunks_make_the_same_cache(ranks_: int, home: str, ranks: RankPools) -> None:
+    """To the bit, wherever a token lies; of tokens that all ranks had, each also lies at the same rank."""
+    first: list[Found] = []
+    for chunks in chunkings(ranks_, home):
+        case = Case(ranks_, chunks)
+        founds = ranks(ranks_)(run_case, case)
+        check_held(case, founds)
+        first = first or founds
+        for found, wanted_ in zip(founds, first, strict=True):
+            torch.testing.assert_close(found.out, wanted_.out, atol=1e-6, rtol=0)
+            if home == ALL:
+                assert torch.equal(found.places, wanted_.places)
+                assert torch.equal(found.keys, wanted_.keys) and torch.equal(found.values, wanted_.values)
+
+
 class Sent(NamedTuple):
     """Bytes that a rank sent for a decode step, and how many steps after the first bound anything."""
 

@@ -243,7 +243,7 @@ def test_ours_take_wide_heads() -> None:
 
 # ---------- after close
 
-CLOSED = "this ContextParallel was closed; make another one, or close it after the last call"
+CLOSED = "this ContextParallel was closed; make another, or close it after the last call"
 
 
 def test_close_of_one_rank() -> None:

@@ -51,7 +51,7 @@ def cropped_is_as_never_fed(here: Here, first: int, dropped: int) -> bool:
     a, b = (tr.KVCache(cp, **SIZES) for _ in range(2))
     feed(a, first), feed(a, 9), feed(b, first), feed(b, 9)
     feed(a, dropped, seed=5)
-    a.crop(-dropped)
+    a.drop(dropped)
     assert a.length == b.length == first + 9
     left = {int(place) for place in a.positions()}
     assert max(left) < a.length
@@ -124,6 +124,8 @@ def test_it_says_what_it_is() -> None:
     assert repr(cache) == "KVCache(5 of 64 tokens, 5 of them at rank 0 of 1, 2 layers, 17408 bytes)"
     assert cache.nbytes == 2 * 2 * 2 * 8 * 4 * (64 + 4)
     assert "filled" not in dir(cache) and "crop" in dir(cache)
+    cache.close()
+    assert repr(cache).endswith(" 0 bytes, closed)")
 
 
 def decoded(here: Here, short: bool) -> tuple[torch.Tensor, int]:
@@ -183,7 +185,9 @@ REFUSED: dict[str, tuple[str, Callable[[tr.KVCache], object]]] = {
     "other lengths": ("so give k", lambda c: tr.cached_attention(new_tokens(1)[0], *new_tokens(2)[1:], c, 0)),
     "dtype": ("is torch.float64", lambda c: tr.cached_attention(new_tokens(1)[0].double(), *new_tokens(1)[1:], c, 0)),
     "cache": ("make a KVCache", lambda c: tr.cached_attention(*new_tokens(1), None, 0)),  # type: ignore[call-overload]
-    "crop": ("give the number of tokens to keep", lambda c: c.crop("2")),  # type: ignore[arg-type]
+    "crop": ("give how many tokens to keep", lambda c: c.crop("2")),  # type: ignore[arg-type]
+    "crop below 0": (r"drop\(n\) drops the newest n", lambda c: c.crop(-1)),
+    "drop": ("how many of the newest tokens to drop", lambda c: c.drop(-1)),
     "rows": ("row numbers from 0 to 0", lambda c: c.reorder(torch.tensor([1]))),
     "shape of rows": ("wants 1 row numbers", lambda c: c.reorder(torch.tensor([0, 0]))),
     "starts": ("give the first token of each", lambda c: c.reset([0, 0])),

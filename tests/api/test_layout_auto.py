@@ -12,9 +12,11 @@ from oracle import allowed, attention64, relative_error
 from ranks import Here, RankPools
 
 import tokenring as tr
+from tokenring.api.cuts import Cuts
 from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing.planner import LIKE_BEFORE
-from tokenring.planner.layouts.balanced import NAME
+from tokenring.planner.interconnects.interconnect import full_mesh, switch
+from tokenring.planner.layouts.balanced import NAME, balanced_layout
 from tokenring.runtime.agreement import Disagreement
 
 LENGTH, HEADS, KV_HEADS, DIM = 1024, 4, 2, 16
@@ -109,6 +111,15 @@ def other_layouts(here: Here) -> str:
     with pytest.raises(ConfigurationError) as caught:
         tr.attention(x, x, x, cp, mask=PACK, layout=chosen)
     return str(caught.value)
+
+
+def test_a_mesh_that_was_given_counts() -> None:
+    """Of a full mesh the busiest link decides; of a switch, or where nothing was given, the port."""
+    long = 16384
+    mask = tr.Causal() & tr.Documents([0, 700, 900, 5000, 5300, 5400, 9400, 9500, 12000, 12100, 13000, long])
+    found = [Cuts(8, topology).of(long, mask) for topology in (None, switch(8, 10.0), full_mesh(8, 10.0))]
+    assert found[0] == found[1] != found[2]
+    assert found[2] == balanced_layout(mask, long, 8, links=7)
 
 
 def test_ranks_with_different_layouts_are_told(ranks: RankPools) -> None:

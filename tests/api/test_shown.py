@@ -1,10 +1,11 @@
-"""What print and help show: a context, a plan."""
+"""Contexts, linear layers, caches and plans, as print and help show them."""
 
 from __future__ import annotations
 
 import pydoc
 import re
 
+import pytest
 import torch
 from ranks import Here, RankPools
 
@@ -49,5 +50,35 @@ def test_help_shows_what_users_call() -> None:
         assert part in text
 
 
+EXAMPLES: dict[type, tuple[set[str], tuple[str, ...]]] = {
+    tr.TensorParallel: (
+        {"close", "plan", "shard"},
+        ("tp = tr.TensorParallel(", "tp.shard(", "tr.column_linear(x, w_in, tp)", "tp.rank of tp.world_size"),
+    ),
+    tr.KVCache: (
+        {"capacity", "close", "crop", "drop", "held", "length", "local_length", "nbytes", "page", "positions",
+         "reorder", "reset", "starts", "step"},
+        ("cache = tr.KVCache(cp, ", "with cache.step(token_ids):", "tr.cached_attention(q, k, v, cache, layer=3)"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EXAMPLES, ids=lambda kind: kind.__name__)
+def test_help_of_the_others(kind: type) -> None:
+    text = pydoc.plain(pydoc.render_doc(kind))
+    called, parts = EXAMPLES[kind]
+    assert set(re.findall(r"^ \|  ([a-z]\w*)(?:\(|$)", text, re.MULTILINE)) == called
+    assert "__annotations__" not in text and "_internal" not in text
+    assert not [part for part in parts if part not in text]
+
+
+def test_of_linear_layers() -> None:
+    tp = tr.TensorParallel(schedule="direct-q")
+    assert repr(tp) == "TensorParallel(schedule direct-q, rank 0 of 1)"
+    tp.close()
+    assert repr(tp) == "TensorParallel(schedule direct-q, rank 0 of 1, closed)"
+
+
 def test_what_is_not_shown_is_there() -> None:
     assert all(hasattr(ContextParallel(), name) for name in ContextParallel._internal)
+    assert all(hasattr(tr.TensorParallel(), name) for name in tr.TensorParallel._internal)

@@ -164,6 +164,14 @@ def test_other_cases(ranks: RankPools, case: RaceCase) -> None:
     assert one.status == (SKIPPED if "window" in case.mask else MEASURED)
 
 
+@pytest.mark.parametrize("backward", [True, False], ids=["training", "forward"])
+def test_a_rank_without_tokens_takes_part(backward: bool, ranks: RankPools) -> None:
+    case = replace(CASE, schedules=["ring", "direct-kv", "tokenring"], seq_len=2, backward=backward, rounds=1)
+    for entries, _, _ in ranks(3)(raced, case):
+        assert {entry.status for entry in entries} == {MEASURED}, entries
+        assert all(entry.worst_error < 2e-6 for entry in entries)
+
+
 def test_bytes_are_those_of_the_passes_that_ran(ranks: RankPools) -> None:
     case = replace(CASE, schedules=["ring"], rounds=1)
     schedule = tr.schedule("ring", 2, "zigzag", tr.Causal(), length=128)

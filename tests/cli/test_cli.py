@@ -249,3 +249,24 @@ def test_interrupt_before_a_command_looks_after_it(monkeypatch: pytest.MonkeyPat
 
 def test_alone_it_shows_its_help() -> None:
     assert run() == run("--help") and run().code == 0
+
+
+@pytest.mark.parametrize("name", ["ring", "tokenring", "direct-kv", "ulysses", "tiles/2x2", "packed/2", "relay/2"])
+def test_schedules_whose_last_ranks_have_no_tokens(name: str) -> None:
+    given = ("schedule", name, "--ranks", "4", "--seq", "3", "--mask", "causal")
+    shown = run(*given)
+    assert shown.code == 0 and "verified  yes, both passes" in shown.out
+    made = Schedule.from_json(run(*given, "--json").out)
+    assert made.q_layout.length == 3 and Schedule.parse(shown.out.split("\n\n")[0]) == made
+    assert run(*given, "--svg").out == to_svg(made, "forward")
+    assert run(*given, "--svg", "--pass", "backward").out == to_svg(made, "backward")
+
+
+def test_plans_whose_last_ranks_have_no_tokens(tmp_path: Path) -> None:
+    given = ("plan", "--topology", "preset:a10-pix-4", "--seq", "3", "--heads", "4", "--no-cache")
+    files = ("--timeline", str(tmp_path / "a.svg"), "--mask-svg", str(tmp_path / "b.svg"))
+    shown = run(*given, "--schedules", "ring", *files)
+    assert (shown.code, shown.err) == (0, "") and "nan" not in shown.out
+    assert all("nan" not in path.read_text(encoding="utf-8") for path in tmp_path.iterdir())
+    assert run(*given, "--explain", "ring").code == 0
+    assert run(*given, "--layout", "auto").code == 0

@@ -49,6 +49,17 @@ PLAN = ("plan", "--topology", "preset:a10-pix-4", "--seq", "4k")
         (("bench", "--ranks", "2", "--peers", "ring-flash"), "ring-flash-attn"),
         (("trace", "tokenrng", "--ranks", "2"), "tokenring"),
         (("doctor", "--jsno"), "--json"),
+        ((*PLAN, "--device", "H10"), "h100-sxm"),
+        ((*PLAN, "--mask_svg", "a.svg"), "--mask-svg"),
+        (("plan", "--topology", "hgx-h100", "--cached", "8k"), "preset:hgx-h100"),
+        (("plan", "--topology", "preset:hgx-h100", "--cache", "8k", "--token", "1k", "--jsno"), "--json"),
+        (("advise", "--engine", "megatrn", "--model", "llama-3.1-8b", "--topology", "x"), "megatron"),
+        (("advise", "--engine", "megatron", "--model", "llama-3.1-8", "--topology", "x"), "llama-3.1-8b"),
+        (("advise", "--engine", "megatron", "--model", "llama-3.1-8b", "--topology", "hgx-h100"), "preset:hgx-h100"),
+        (("rates", "--kernel", "cpu_flsh"), "cpu-flash"),
+        (("rates", "--device", "cpy"), "cpu"),
+        (("topology", "--measure", "--ranks", "2", "--transport", "smh"), "shm"),
+        (("demo", "--schedule", "rng"), "ring"),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, tuple) else each,
 )
@@ -56,9 +67,19 @@ def test_of_commands(words: tuple[str, ...], meant: str) -> None:
     assert f"; did you mean {meant}?" in said(*words)
 
 
-def test_presets_are_listed_in_the_help() -> None:
+def test_a_file_without_its_option() -> None:
+    assert said("topology", "dump.txt").endswith("read files with --from: tokenring topology --from dump.txt")
+
+
+def test_errors_name_the_command_whose_help_says_more() -> None:
+    assert said("schedule", "ring", "--ranks", "2", "--nothing").endswith("see tokenring schedule --help")
+    assert said("plna").endswith("see tokenring --help")
+
+
+@pytest.mark.parametrize("command", ["plan", "advise"])
+def test_presets_are_listed_in_the_help(command: str) -> None:
     out = StringIO()
-    assert main(["plan", "--help"], out, StringIO()) == 0
+    assert main([command, "--help"], out, StringIO()) == 0
     assert "hgx-h100" in out.getvalue() and "atlas-800t-a2" in out.getvalue()
 
 

@@ -93,3 +93,11 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "zigzag" in drawn.read_text(encoding="utf-8")
     assert main([*call, "--mask-svg", str(tmp_path / "mask.png")]) == 2
     assert ".svg" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_ranks_without_tokens(length: int) -> None:
+    layout = make_layout("zigzag", 4, length)
+    assert any(not layout.positions(rank) for rank in range(4)) == (length < 4)
+    picture = mask_svg(Causal(), layout, layout, "a mask", [])
+    assert "nan" not in picture and len(list(ElementTree.fromstring(picture).iter(f"{SVG}polygon"))) >= 1

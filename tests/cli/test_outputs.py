@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from io import StringIO
 from pathlib import Path
@@ -96,3 +97,12 @@ def test_an_option_and_a_name_that_differ(words: tuple[str, ...], name: str, tmp
     assert code == 2
     assert "say different things: leave one out" in said
     assert not (tmp_path / name).exists()
+
+
+def test_a_dump_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = DATA / "npu-910b.txt"
+    whole, piped = StringIO(), StringIO()
+    assert main(["topology", "--from", str(path)], whole) == 0
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+    assert main(["topology", "--from", "-"], piped) == 0
+    assert piped.getvalue() == whole.getvalue()

@@ -15,6 +15,7 @@ import torch
 from test_planner_command import SMALL, printed
 
 import tokenring as tr
+from tokenring.cli.advise.command import _parser as advise_parser
 from tokenring.cli.bench.command import _case as bench_case
 from tokenring.cli.bench.command import _options as bench
 from tokenring.cli.bench.command import _show as show_bench
@@ -52,6 +53,8 @@ SAME: list[tuple[Callable[[list[str]], argparse.Namespace], list[str], list[str]
     (lambda words: plan_parser().parse_args(["--topology", "x", *words]),
      ["--pass", "forward", "--dim", "64", "--dtype", "fp16"],
      ["--forward-only", "--head-dim", "64", "--dtype", "float16"]),
+    (lambda words: advise_parser().parse_args(["--engine", "megatron", "--model", "x", "--topology", "x", *words]),
+     ["--pass", "forward", "--dtype", "fp16"], ["--passes", "forward", "--dtype", "float16"]),
     (lambda words: rates_parser().parse_args(words),
      ["--dim", "64", "--dtype", "fp32"], ["--head-dim", "64", "--dtype", "float32"]),
 ]  # fmt: skip
@@ -101,8 +104,8 @@ def test_cases_keep_their_names() -> None:
     assert not bench_case(False, bench(words), 2).backward
 
 
-COMMANDS = ("bench", "trace", "plan", "demo", "schedule", "rates", "doctor", "topology")
-OLD = ("--seq-len", "--length", "--head-dim", "--forward-only", "--picture", "bfloat16", "float32")
+COMMANDS = ("bench", "trace", "plan", "advise", "demo", "schedule", "rates", "doctor", "topology")
+OLD = ("--seq-len", "--length", "--head-dim", "--forward-only", "--passes", "--picture", "bfloat16", "float32")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -112,7 +115,7 @@ def test_help_shows_one_spelling(command: str) -> None:
     assert not [word for word in OLD if word in text]
     if command not in ("rates", "doctor", "topology"):
         assert "--seq N" in text
-    if command not in ("rates", "doctor", "plan"):
+    if command not in ("rates", "doctor", "plan", "advise"):
         assert "--svg" in text
     if command != "demo":
         assert "--json" in text
@@ -127,6 +130,13 @@ WRONG = [
     (("trace", "ring", "--ranks", "2", "--kv-heads", "0"), "--kv-heads 0: use 1 or more"),
     (("trace", "ring", "--ranks", "2", "--seq", "4x"), "argument --seq: '4x' is no number of tokens from 1 on"),
     (("schedule", "ring", "--ranks", "2", "--batch", "0"), "--batch 0: use 1 or more"),
+    (("plan", "--topology", "preset:hgx-h100", "--cached", "4x"), "--cached 4x: write a number from 1 to "),
+    (("plan", "--topology", "preset:hgx-h100", "--cached", "4k", "--tokens", "0"), "--tokens 0: write a number"),
+    (("plan", "--topology", "preset:hgx-h100", "--cached", "4k", "--seq", "4k"),
+     "--seq 4k does not go with --cached: its lengths are those of --cached N and --tokens N"),
+    (("plan", *SMALL, "--tokens", "1k"), "--tokens 1k are new tokens over a cache: say how many are cached with "),
+    (("advise", "--engine", "megatron", "--model", "qwen3-8b", "--topology", "preset:hgx-h100", "--seq", "4x"),
+     "--seq 4x: write a number from 1 to "),
     (("demo", "--seq", "some"), "argument --seq: 'some' is no number of tokens"),
 ]  # fmt: skip
 
@@ -166,6 +176,30 @@ def test_formats_have_one_form() -> None:
     assert (made["format"], made["version"]) == ("tokenring-plan/1", 1)
     older = json.dumps(made | {"format": "tokenring plan"})
     assert Plan.from_json(older) == Plan.from_json(json.dumps(made))
+
+
+CACHED = ("--topology", "preset:a10-pix-4", "--cached", "4k", "--heads", "8", "--kv-heads", "2")
+
+
+def test_a_plan_over_a_cache_has_json() -> None:
+    made = json.loads(printed(*CACHED, "--tokens", "1k", "--json"))
+    assert made["format"] == "tokenring-cached-plan/1"
+    assert (made["tokens"], made["cached"], made["ranks"], made["kv_heads"]) == (1024, 4096, 4, 2)
+    table = printed(*CACHED, "--tokens", "1k")
+    seconds = [way["seconds"] for way in made["ways"]]
+    assert len(seconds) == 5 and seconds == sorted(seconds) and table.count(" tokens over 4,096 cached") == 1
+    assert table.index(made["ways"][0]["name"]) < table.index(made["ways"][1]["name"])
+    assert "batch 1, 1 new token over 4,096 cached" in printed(*CACHED)
+
+
+def test_advice_has_json() -> None:
+    words = ("advise", "--engine", "megatron", "--model", "llama-3.1-8b", "--topology", "preset:hgx-h100")
+    code, text, _ = run(*words, "--ranks", "2", "--seq", "8k", "--pass", "forward", "--json")
+    made = json.loads(text)
+    assert code == 0 and made["format"] == "tokenring-advice/1"
+    assert (made["engine"], made["ranks"], made["tokens"], made["passes"]) == ("megatron", 2, 8192, ["forward"])
+    assert len(made["choices"]) == 3 and all(each["seconds"] > 0 for each in made["choices"])
+    assert set(made["tokenring"]) == {"schedule", "seconds"}
 
 
 def test_rates_have_a_format_and_older_ones_are_read(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ from ranks import Here, RankPools
 
 from tokenring import Workload
 from tokenring.cli.bench.results import RaceCase, RaceMachine
+from tokenring.cli.trace.chrome import to_chrome
 from tokenring.cli.trace.command import main
+from tokenring.cli.trace.picture import timeline_of, to_svg
 from tokenring.cli.trace.record import Traced
-from tokenring.cli.trace.table import spent
+from tokenring.cli.trace.table import spent, table
 from tokenring.cli.trace.worker import Clocked, trace
+from tokenring.display.console import Ink
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import PASSES
 from tokenring.schedule.names import SCHEMES, named_schedule
@@ -83,6 +87,18 @@ def check_bytes(made: Traced, name: str) -> None:
             if each.direction == direction:
                 sent[each.src, each.dst] += int(each.details["bytes"])
         assert dict(sent) == schedule.link_bytes(workload, direction)
+
+
+def test_ranks_without_tokens_are_traced(ranks: RankPools) -> None:
+    found = ranks(RANKS)(traced, replace(CASE, seq_len=1))
+    assert found[0] is not None
+    made = found[0]
+    assert {(each.rank, each.direction) for each in made.stretches} == {(r, d) for r in range(RANKS) for d in PASSES}
+    assert {each.rank for each in made.bars if each.kind == "compute"} == {0}
+    text = table(made, Ink())
+    assert text.count("\nsum ") == len(PASSES) and "nan" not in text
+    assert ElementTree.fromstring(to_svg(timeline_of(made))) is not None
+    assert json.loads(to_chrome(made))["traceEvents"]
 
 
 def test_forward_alone(ranks: RankPools) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_heads import MODELS
 
 from tokenring import Plan
 from tokenring.backends import measuring
@@ -28,7 +29,6 @@ from tokenring.cli.plan.options import ask
 from tokenring.lowering.footprint import FLOPS_PER_PAIR, flops_per_pair
 from tokenring.planner.bounds.cut import row_bytes
 from tokenring.planner.choosing.kept_plans import digest
-from tokenring.planner.machines.models import MODELS
 from tokenring.sequence.mask import Causal
 from tokenring.sequence.region import Patch
 from tokenring.sequence.workload import Workload

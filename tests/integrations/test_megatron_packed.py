@@ -15,10 +15,12 @@ from mcore.stand_ins import config, layer, params, refusal
 from oracle import allowed, attention64, relative_error
 from ranks import Here, RankPools
 
-from tokenring import Causal, ContextParallel, Documents, Full, Mask, SlidingWindow, attention
+from tokenring import Causal, ContextParallel, Documents, Full, Mask, Slices, SlidingWindow, attention
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.integrations.megatron import startup
 from tokenring.integrations.megatron.packed import LastPacking, Packing, PackKind, attend_packed, packing_of
 from tokenring.sequence.layout import zigzag
+from tokenring.sequence.workload import Request, Workload
 
 EXACT = 2e-6
 FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
@@ -59,11 +61,16 @@ class TestPacking:
         first = last.of(given, 0, 1, 16)
         assert last.of(given, 0, 1, 16) is first
         given.cu_seqlens_q += 0  # whatever was written
-        assert last.of(given, 0, 1, 16) is not first
+        assert last.of(given, 0, 1, 16) == first
         assert last.of(params([4, 12]), 0, 1, 16).real == (4, 12)
+        assert last.of(params([8, 8]), 0, 1, 16) is first  # of a micro-batch that is computed again
+        assert first.mask_of_all(Causal()) is first.mask_of_all(Causal())
+        for length in range(1, 20):
+            last.of(params([length, 20 - length]), 0, 1, 20)
+        assert last.of(given, 0, 1, 16) is not first  # but not all that there ever were
         with torch.inference_mode():
             given = params([8, 8])
-        assert last.of(given, 0, 1, 16) is not last.of(given, 0, 1, 16)
+        assert last.of(given, 0, 1, 16) is last.of(given, 0, 1, 16)  # read anew, as a change would not be seen
 
 
 def seen_pairs(padded: list[int], real: list[int], ranks: int, tokens: int, mask: Mask) -> set[tuple[int, int]]:
@@ -88,14 +95,23 @@ class TestWhole:
         cut = 2 * ranks if ranks > 1 else 1
         padded = [-(-length // cut) * cut for length in real]
         tokens = sum(padded) // ranks + 1
-        whole = Packing(tuple(padded), tuple(real), 0, ranks, tokens).whole(mask)
+        whole = Packing(tuple(padded), tuple(real), 0, ranks, tokens).mask_of_all(mask)
         assert whole is not None
         every = range(ranks * tokens)
         found = {(q, kv) for q in every for kv in every if whole.allows(q, kv)}
         assert found == seen_pairs(padded, real, ranks, tokens, mask)
 
+    @pytest.mark.parametrize("mask", [Causal(), Full(), SlidingWindow(4, 0)], ids=str)
+    @pytest.mark.parametrize("ranks", [2, 3, 4])
+    def test_its_slices_are_disjoint_and_in_order(self, ranks: int, mask: Mask) -> None:
+        """As they would be if they were compared, which takes as long as the rest of a new pack's mask."""
+        lengths = tuple(2 * ranks * n for n in (3, 1, 7))
+        whole = Packing(lengths, (lengths[0], 1, lengths[2] - 3), 0, ranks, sum(lengths)).mask_of_all(mask)
+        assert whole is not None and whole.slices is not None
+        assert whole == Slices([tuple(each) for each in whole.slices], q_start=None)
+
     def test_has_one_slice_for_each_pair_of_ranks(self) -> None:
-        whole = Packing((8, 16), (8, 16), 0, 4, 6).whole(Causal())
+        whole = Packing((8, 16), (8, 16), 0, 4, 6).mask_of_all(Causal())
         assert whole is not None and whole.slices is not None and len(whole.slices) == 2 * 4 * 4
 
     def test_many_documents_are_one_call(self) -> None:
@@ -121,6 +137,35 @@ def calls_of(documents: int) -> list[tuple[int, int]]:
     lengths = (4,) * documents
     attend_packed(x, x, x, Packing(lengths, lengths, 0, 1, len(x)), Causal(), attend)
     return called
+
+
+class TestAnnouncer:
+    """One line for each kind of call, not for each pack."""
+
+    def said(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, requests: list[Any]) -> list[str]:
+        monkeypatch.setattr(startup, "_has_rank_0", lambda cp: True)
+        monkeypatch.setattr(dist, "get_rank", lambda: 0)
+        cp: Any = SimpleNamespace(
+            schedule="auto", topology=object(), world_size=2, plan=lambda _: SimpleNamespace(name="ring", reason="ring")
+        )
+        announcer = startup.Announcer()
+        with caplog.at_level("INFO", logger="tokenring"):
+            for each in requests:
+                announcer.announce(cp, each)
+        assert len(announcer._said) <= startup.MOST_SAID
+        return [each.message for each in caplog.records]
+
+    def request(self, mask: Mask, length: int = 64) -> Request:
+        return Request(Workload(1, length, length, 4, 2, 16), mask, 1.0, True, torch.device("cpu"))
+
+    def test_packs_are_one_kind(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        packs = [Causal() & Documents([0, end, 16, 20, 30, 40, 64]) for end in range(1, 16)]
+        found = self.said(monkeypatch, caplog, [*map(self.request, packs), self.request(Causal())])
+        assert len(found) == 2 and "a mask of 6 documents" in found[0] and "causal" in found[1]
+
+    def test_kinds_are_bounded(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        every = [self.request(Causal(), length) for length in range(1, 200)]
+        assert len(self.said(monkeypatch, caplog, every)) == startup.MOST_SAID
 
 
 LENGTHS = {"real": [5, 16, 0, 7, 16, 3], "padded": [8, 16, 0, 8, 16, 8]}

@@ -19,8 +19,9 @@ from test_mindspeed import errors_of, ready
 
 from tokenring import Bidirectional, Causal, Documents, Full, Mask, PrefixLM, SlidingWindow
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.integrations.megatron import packs
 from tokenring.integrations.mindspeed_cuts import general
-from tokenring.integrations.mindspeed_cuts.documents import ends_of_whole, mask_of_documents, packing_of_ends
+from tokenring.integrations.mindspeed_cuts.documents import mask_of_documents, packing_of_ends, sequences_of_ends
 from tokenring.integrations.mindspeed_cuts.general import LastMask, mask_of_tensor
 from tokenring.integrations.mindspeed_cuts.layouts import layout_of
 from tokenring.sequence.layout import contiguous, zigzag
@@ -58,15 +59,27 @@ def ends(*given: int) -> Any:
 
 class TestDocuments:
     def test_each_cut_by_itself(self) -> None:
-        found = packing_of_ends(ends(2, 6), 1, 4, 8)
-        assert (found.padded, found.real, found.rank, found.ranks, found.tokens) == ((8, 16), (8, 16), 1, 4, 8)
+        found = packing_of_ends(ends(2, 8), 1, 4, 8)
+        assert (found.padded, found.real, found.rank, found.ranks, found.tokens) == ((8, 24), (8, 24), 1, 4, 8)
 
-    @pytest.mark.parametrize("given", [(3, 6), (2, 10), (4, 2)])
+    @pytest.mark.parametrize("given", [(3, 8), (2, 10), (8, 2), (2, 6), (4, 2, 8)])
     def test_ends_that_do_not_fit_are_refused(self, given: tuple[int, ...]) -> None:
         text = refusal(ConfigurationError, lambda: packing_of_ends(ends(*given), 0, 2, 8))
         assert text.startswith("packed documents ")
-        refusal(ConfigurationError, lambda: ends_of_whole(ends(2, 17), 0, 2, 8))
-        assert ends_of_whole(ends(2, 16), 0, 2, 8) == (0, 2, 16)
+        for last in (14, 17):  # of ends that count the tokens of one rank, or those of another cut
+            text = refusal(ConfigurationError, lambda last=last: sequences_of_ends(ends(2, last), 0, 2, 8))
+            assert f"end at 2, {last}: ends must rise to 16, the tokens of 2 ranks" in text
+        assert sequences_of_ends(ends(2, 16), 0, 2, 8).ends == (0, 2, 16)
+
+    def test_masks_are_made_once_for_all_layers(self) -> None:
+        found = sequences_of_ends(ends(2, 16), 0, 2, 8)
+        assert found.mask_of_all(Causal(), 2) is found.mask_of_all(Causal(), 2)
+        assert found.mask_of_all(Causal(), 1) == Causal() & Documents([0, 2, 16])
+
+    def test_more_slices_than_a_mask_may_have_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(packs, "MOST_SLICES", 3)
+        with pytest.raises(UnsupportedError, match="set --micro-batch-size 1"):
+            mask_of_documents((0, 3, 8, 10, 16), 2, 2, 8, Causal())
 
     def test_of_one_sequence_is_a_mask_of_documents(self) -> None:
         assert mask_of_documents((0, 5, 8), 1, 2, 8, Causal()) == Causal() & Documents([0, 5, 8])
@@ -114,6 +127,22 @@ class TestGeneral:
         monkeypatch.setattr(general, "MOST_SLICES", 3)
         noise = ~torch.eye(4)[[0, 0, 2, 1, 3, 0]].bool()
         assert "with a mask of 5 slices" in refusal(UnsupportedError, lambda: mask_of_tensor(noise))
+
+    def test_flags_of_the_operator_that_hide_what_the_mask_shows(self) -> None:
+        def of(mask: Mask, **flags: int) -> Mask:
+            return LastMask().of(tensor_of(mask), 12, None, SimpleNamespace(**flags))
+
+        band = SlidingWindow(3, 2)
+        for flags in ({}, {"sparse_mode": 1, "next_tockens": 0}, {"pre_tockens": 3, "next_tockens": 2}):
+            assert torch.equal(tensor_of(of(band, **flags)), tensor_of(band))
+        of(Causal(), pre_tockens=65536, next_tockens=0)
+        for flags, text in (
+            ({"pre_tockens": 65536, "next_tockens": 0}, "--next-tockens 0 hides .* say --next-tockens 12"),
+            ({"pre_tockens": 2, "next_tockens": 2}, "--pre-tockens 2 hides"),
+            ({"sparse_mode": 4}, "--sparse-mode 4"),
+        ):
+            with pytest.raises(UnsupportedError, match=text):
+                of(band, **flags)
 
     def test_is_read_once_for_all_layers(self) -> None:
         last, hidden = LastMask(), tensor_of(Causal())

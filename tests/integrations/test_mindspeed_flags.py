@@ -57,6 +57,11 @@ class TestArguments:
         ("given", "flag"),
         [
             ({"context_parallel_algo": "hybrid_cp_algo"}, "--reset-attention-mask True"),
+            ({"context_parallel_algo": "kvallgather_cp_algo", "attention_mask_type": "general"},
+             "--reset-attention-mask True"),
+            ({"reset_position_ids": False}, "--position-embedding-type rope"),
+            ({"reset_position_ids": False, "context_parallel_algo": "kvallgather_cp_algo"},
+             "--position-embedding-type rope"),
             ({"mtp_num_layers": 1}, "--mtp-num-layers 1"),
         ],
     )
@@ -64,14 +69,17 @@ class TestArguments:
         import_module(OURS)
         text = refusal(ConfigurationError, lambda: mindspeed.validate(parsed(reset_attention_mask=True, **given)))
         assert text.startswith(f"{flag} does not go with --context-parallel-attention tokenring: ")
-        mindspeed.validate(parsed(**given))
+        mindspeed.validate(parsed(**{**given, "attention_mask_type": "causal"}))
 
     def test_what_goes_together(self, mindspeed: LikeMindSpeed) -> None:
         import_module(OURS)
         for algorithm in ("ulysses_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo"):
             mindspeed.validate(parsed(context_parallel_algo=algorithm))
         mindspeed.validate(parsed(reset_attention_mask=True))
-        mindspeed.validate(parsed(reset_attention_mask=True, attention_mask_type="general"))
+        mindspeed.validate(parsed(reset_attention_mask=True, attention_mask_type="general", reset_position_ids=False))
+        mindspeed.validate(
+            parsed(reset_attention_mask=True, position_embedding_type="learned_absolute", reset_position_ids=False)
+        )
         mindspeed.validate(parsed(context_parallel_algo="ulysses_cp_algo", attention_mask_type="general"))
         mindspeed.validate(parsed())
         mindspeed.validate(parsed(tokenring_schedule="usp/2", context_parallel_size=4))
@@ -99,5 +107,6 @@ def parsed(**more: Any) -> Namespace:
         "context_parallel_attention": "tokenring", "tokenring_schedule": "auto", "context_parallel_size": 2,
         "context_parallel_algo": "megatron_cp_algo", "attention_mask_type": "causal", "attention_dropout": 0.0,
         "reset_attention_mask": False, "position_embedding_type": "rope", "tp_2d": False,
+        "reset_position_ids": True,
     }  # fmt: skip
     return Namespace(**(given | more))

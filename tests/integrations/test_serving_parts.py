@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import tokenring as tr
 from tokenring.integrations.transformers.serving import serve_with_tokenring, starts_of, windows_of
+from tokenring.sequence.layout import make_layout
 
 
 @pytest.mark.parametrize("options", [{"page": 0}, {"chunk": 0}, {"shard_from": -1}])
 def test_sizes_that_cannot_be(options: dict[str, int]) -> None:
     with pytest.raises(tr.ConfigurationError, match="give an integer from 1 on"):
         serve_with_tokenring(None, tr.ContextParallel("self"), **options)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "shard_from", "layout", "said"),
+    [(32, 64, "zigzag", "from 64 on"), (70, 64, "zigzag/40", "from 80 on"),
+     (70, 64, make_layout("zigzag", 1, 96), "from 96 on")],
+)  # fmt: skip
+def test_a_chunk_that_is_never_cut(chunk: int, shard_from: int, layout: Any, said: str) -> None:
+    cp = tr.ContextParallel("self", layout=layout)
+    with pytest.raises(tr.ConfigurationError, match=f"cuts nothing over the ranks: give a chunk {said}"):
+        serve_with_tokenring(None, cp, chunk=chunk, shard_from=shard_from)
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,14 @@ from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
-from tokenring.integrations.transformers.attention import attend_layer
+from tokenring.integrations.transformers import comparing
+from tokenring.integrations.transformers.attention import ATTENTION_NAME, attend_layer
 from tokenring.integrations.transformers.batches import BATCH, CutBatch, cut_batch
+from tokenring.integrations.transformers.comparing import checksum
+from tokenring.integrations.transformers.configs import put_back, with_own_configs
 from tokenring.integrations.transformers.masks import LayerMask
 from tokenring.integrations.transformers.refusals import check_attends, check_keywords, check_model
-from tokenring.integrations.transformers.training import use_tokenring
+from tokenring.integrations.transformers.training import _Calls, use_tokenring
 
 LENGTH = 13
 ENDS = (0, 4, 5, 13)
@@ -284,3 +287,138 @@ def test_other_losses_and_other_attention_are_refused() -> None:
     config._attn_implementation = "sdpa"
     with pytest.raises(UnsupportedError, match="calls attention 'sdpa', not tokenring's"):
         check_attends(given, "ours")
+
+
+# ---------- what ranks compare of a batch
+
+
+def model_of(here: Here) -> tuple[Any, Any]:
+    """The hook before a model's call, and a model that has no more than it reads."""
+    config = SimpleNamespace(_attn_implementation=ATTENTION_NAME, num_attention_heads=4, hidden_size=32)
+    return _Calls(here.cp(layout="zigzag"), "sum"), SimpleNamespace(config=config, forward=lambda input_ids: None)
+
+
+def told(here: Here, changed: dict[str, Any], cut_first: bool = False) -> str:
+    """What a rank hears of a call for which rank 1 has changed its batch."""
+    calls, model = model_of(here)
+    whole = {"input_ids": TOKENS, "labels": TOKENS, "attention_mask": torch.ones_like(TOKENS), "logits_to_keep": 0}
+    batch = {**whole, **(changed if here.rank == 1 else {})}
+    try:
+        calls.before(model, (), cut_batch(batch, calls.cp, None) if cut_first else batch)
+    except (ConfigurationError, UnsupportedError) as error:
+        return f"{type(error).__name__}: {error}"
+    found = calls.before(model, (TOKENS,), {})[1]  # the ranks can go on
+    return f"{list(found['input_ids'].shape)} of a batch that all ranks have"
+
+
+SWAPPED = TOKENS.clone()
+SWAPPED[0, 3], SWAPPED[0, 9] = TOKENS[0, 9], TOKENS[0, 3]
+SHORT_BY_TWO = torch.ones_like(TOKENS)
+SHORT_BY_TWO[1, -2:] = 0
+
+
+@pytest.mark.parametrize("cut_first", [False, True])
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"input_ids": SWAPPED}, "input_ids"),
+        ({"labels": TOKENS.roll(1, 0)}, "labels"),
+        ({"position_ids": torch.arange(LENGTH).repeat(2, 1)}, "position_ids"),
+        ({"attention_mask": SHORT_BY_TWO, "labels": TOKENS.masked_fill(SHORT_BY_TWO == 0, -100)}, "attention_mask"),
+        ({"num_items_in_batch": 5}, "num_items_in_batch"),
+        ({"logits_to_keep": 1}, "logits_to_keep"),
+    ],
+)
+def test_ranks_with_different_batches_are_refused(
+    changed: dict[str, Any], name: str, cut_first: bool, ranks: RankPools
+) -> None:
+    heard = ranks(2)(told, changed, cut_first)
+    assert all(f"{name}: rank" in each and "Disagreement: the ranks disagree" in each for each in heard), heard
+    assert not any(f"{other}: rank" in each for each in heard for other in {"input_ids", "labels"} - {*changed})
+
+
+def test_ranks_with_one_batch_go_on(ranks: RankPools) -> None:
+    assert all("of a batch that all ranks have" in each for each in ranks(2)(told, {}))
+
+
+@pytest.mark.parametrize("cut_first", [False, True])
+def test_what_one_rank_refuses_all_ranks_hear(cut_first: bool, ranks: RankPools) -> None:
+    left = (torch.arange(LENGTH) > 3).long().repeat(2, 1)
+    first, second = ranks(2)(told, {"attention_mask": left}, cut_first)
+    assert first.startswith("Disagreement: rank 1 refused: attention_mask has zeros before ones")
+    assert second.startswith("UnsupportedError: attention_mask has zeros before ones")
+
+
+def layer_told(here: Here) -> str:
+    part = cut_batch({"input_ids": TOKENS}, here.cp(layout="zigzag"))
+    q = torch.randn(2, 2, part["input_ids"].shape[1], 8)
+    try:
+        attend_layer(OneLayer(), q, q, q, LayerMask(), dropout=0.1 * here.rank, tokenring_batch=part[BATCH])
+    except (ConfigurationError, UnsupportedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_what_a_layer_of_one_rank_refuses_all_ranks_hear(ranks: RankPools) -> None:
+    first, second = ranks(2)(layer_told)
+    assert first.startswith("Disagreement: rank 1 refused: OneLayer with dropout 0.1") and "Unsupported" in second
+
+
+def test_a_cut_batch_without_its_positions() -> None:
+    calls, model = model_of(Here(0, 1, tr.ContextParallel("self")))
+    part = alone()
+    del part["position_ids"]
+    with pytest.raises(ConfigurationError, match="without its position_ids"):
+        calls.before(model, (), part)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.bfloat16, torch.float32])
+def test_a_checksum_is_of_every_element_and_place(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 1]]).to(dtype)
+    others = [x.flip(1), x.flip(0), x.T, x.roll(1), 1 - x if dtype != torch.bool else ~x, torch.zeros_like(x)]
+    found = [int(checksum(each)) for each in (x, *others)]
+    assert len(set(found)) == len(found)
+    monkeypatch.setattr(comparing, "PIECE", 3)
+    assert int(checksum(x.T.contiguous().T)) == found[0]
+
+
+# ---------- configs
+
+
+class Config(SimpleNamespace):
+    """With a part, as models of images and text have it."""
+
+    def get_text_config(self) -> Any:
+        return getattr(self, "text_config", self)
+
+
+def nested() -> Config:
+    return Config(_attn_implementation="eager", text_config=Config(_attn_implementation="sdpa"))
+
+
+def test_a_model_gets_configs_of_its_own() -> None:
+    """Parts too, shared by its modules as before; another model with the same ones keeps them."""
+    whole = nested()
+    model: Any = torch.nn.Sequential(OneLayer(), OneLayer())
+    other: Any = OneLayer()
+    other.config = model.config = whole
+    model[0].config = model[1].config = whole.text_config
+    given = with_own_configs(model)
+    assert model.config is not whole and model.config == whole and other.config is whole
+    assert model[0].config is model[1].config is model.config.text_config is not whole.text_config
+    model[0].config._attn_implementation = "ours"
+    assert whole == nested()
+    put_back(given)
+    assert model.config is whole and model[1].config is whole.text_config
+
+
+def test_what_the_config_of_text_says_counts() -> None:
+    rope = Config(text_config=Config(rope_parameters={"rope_type": "dynamic"}, max_position_embeddings=12))
+    with pytest.raises(UnsupportedError, match="rope_type 'dynamic' with 13 positions"):
+        cut_batch({"input_ids": TOKENS}, tr.ContextParallel("self"), rope)
+    router = Config(output_router_logits=False, text_config=Config(output_router_logits=True))
+    with pytest.raises(UnsupportedError, match="output_router_logits"):
+        check_keywords(router, {})
+    both_ways = Config(model_type="gemma3_text", text_config=Config(use_bidirectional_attention=True))
+    with pytest.raises(UnsupportedError, match="use_bidirectional_attention"):
+        check_model(SimpleNamespace(config=both_ways, set_attn_implementation=None), False)

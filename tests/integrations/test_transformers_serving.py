@@ -13,6 +13,7 @@ from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring.integrations.transformers.serving import serve_with_tokenring
+from tokenring.sequence.layout import make_layout
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
 
@@ -166,3 +167,108 @@ def test_a_model_without_gradients_or_a_cache_is_as_before() -> None:
         found = model(ids).logits
         serving.close()
         torch.testing.assert_close(found, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_cache_that_nobody_gets_is_refused() -> None:
+    model, serving = alone()
+    ids = prompt_of(Case("llama", 1, 30))["input_ids"]
+    with torch.no_grad():
+        with pytest.raises(tr.ConfigurationError, match=r"give past_key_values=serving.new_cache\(capacity\)"):
+            model(ids, use_cache=True)
+        cache = serving.new_cache(64)
+        assert model(ids, use_cache=True, past_key_values=cache).past_key_values is cache
+        assert cache.get_seq_length() == 30
+        cache.crop(0)
+        cache.crop(-3)
+        assert cache.get_seq_length() == 27
+        with pytest.raises(tr.ConfigurationError, match=r"crop\(3\): give how many tokens to remove"):
+            cache.crop(3)
+    serving.close()
+
+
+def test_a_model_is_served_once_and_given_back_as_it_was() -> None:
+    model = make_model("llama")
+    decoder = model.get_decoder()
+    inner = decoder.forward
+
+    def own(*args: Any, **kwargs: Any) -> Any:  # as a library of hooks puts there
+        return inner(*args, **kwargs)
+
+    decoder.forward = own
+    serving = serve_with_tokenring(model, tr.ContextParallel("self"))
+    with pytest.raises(tr.ConfigurationError, match="is served already"):
+        serve_with_tokenring(model, tr.ContextParallel("self"))
+    serving.close()
+    assert decoder.forward is own and "_prepare_cache_for_generation" not in vars(model)
+    serve_with_tokenring(model, tr.ContextParallel("self")).close()
+
+
+def test_gradients_are_refused() -> None:
+    model, serving = alone()
+    with pytest.raises(tr.UnsupportedError, match=r"call the model under torch\.no_grad"):
+        model(prompt_of(Case("llama", 1, 8))["input_ids"])
+    serving.close()
+
+
+def cut_as(here: Here, layout: Any, chunk: int | None, shard_from: int | None, tokens: int) -> tuple[list[Any], float]:
+    """The pieces of a prompt, and how far logits and hidden states of all layers are from those of one process."""
+    model = make_model("llama")
+    ids = prompt_of(Case("llama", 2, tokens))["input_ids"]
+    cp = here.cp(transport=here.transport("shm"), schedule="direct-kv", layout=layout)
+    with torch.no_grad():
+        wanted = model(ids, output_hidden_states=True)
+        model.config.output_hidden_states = True
+        with serve_with_tokenring(model, cp, chunk=chunk, shard_from=shard_from) as serving:
+            found = model(ids)
+    errors = [found.logits - wanted.logits]
+    errors += [a - b for a, b in zip(found.hidden_states, wanted.hidden_states, strict=True)]
+    return serving.pieces, max(float(each.abs().max()) for each in errors)
+
+
+PIECES = {
+    "named": ("zigzag", 70, 64, [(0, 68, "tokens"), (68, 136, "tokens"), (136, 150, "all")]),
+    "short": ("zigzag", None, 200, [(0, 150, "all")]),
+    "never": ("zigzag", 70, None, [(0, 70, "all"), (70, 140, "all"), (140, 150, "all")]),
+    "a layout": (make_layout("striped", 2, 64), None, 16, [(0, 64, "tokens"), (64, 128, "tokens"), (128, 150, "all")]),
+}
+
+
+@pytest.mark.parametrize("what", PIECES)
+def test_where_a_prompt_is_cut(what: str, ranks: RankPools) -> None:
+    layout, chunk, shard_from, pieces = PIECES[what]
+    for found, error in ranks(2)(cut_as, layout, chunk, shard_from, 150):
+        assert found == pieces and error <= 1e-4
+
+
+def refused_by_one(here: Here, what: str) -> tuple[str, str]:
+    """What a rank hears of a call that rank 1 refuses, and of the next call."""
+    model = make_model("llama")
+    cp = here.cp(transport=here.transport("shm"))
+    ids = torch.full((1, 4), 5)
+    more: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 2}
+    if here.rank == 1:
+        wrong: dict[str, tuple[str, Any]] = {
+            "mask": ("attention_mask", torch.tensor([[1, 0, 1, 1]])), "static": ("cache_implementation", "static"),
+            "draws": ("do_sample", True),
+        }  # fmt: skip
+        more |= [wrong[what]]
+    with serve_with_tokenring(model, cp):
+        try:
+            model.generate(ids, **more)
+        except tr.TokenRingError as error:
+            first = str(error)
+        try:
+            model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=2)
+        except tr.TokenRingError as error:
+            return first, str(error)
+    return first, ""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("mask", "rank 1 refused: attention_mask hides"), ("static", "rank 1 refused: cache_implementation='static'"),
+     ("draws", "draws tokens: rank 0: False; rank 1: True")],
+)  # fmt: skip
+def test_what_one_rank_refuses_all_hear(what: str, said: str, ranks: RankPools) -> None:
+    (first, after), (_, also) = ranks(2)(refused_by_one, what)
+    assert said in first and after == also == ""

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 from hf_families import FAMILIES, KINDS, alone, gradients, largest_error, make_batch, make_model, need, split
-from ranks import RankPools
+from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.integrations.transformers import attention as ours
 from tokenring.integrations.transformers import masks
 from tokenring.integrations.transformers.masks import LayerMask, read_mask_function
-from tokenring.integrations.transformers.training import stop_tokenring, use_tokenring
-from tokenring.integrations.transformers.versions import asked, check_version
+from tokenring.integrations.transformers.training import cut_batch, stop_tokenring, use_tokenring
+from tokenring.integrations.transformers.versions import check_version, pip_requirement
 
 need()
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -106,20 +106,71 @@ def test_calls_of_every_form() -> None:
     stop_tokenring(model)
 
 
-def mean_factor(here: Any) -> float:
-    """By how much gradients="mean" multiplies the gradients of "sum"."""
+def test_models_that_share_a_config_keep_their_attention() -> None:
+    batch, model = make_batch("dense"), make_model("llama")
+    other = type(model)(model.config).eval()
+    config, wanted = model.config, other(**batch).loss
+    use_tokenring(model, tr.ContextParallel("self"))(**batch)
+    assert other.config is config and config._attn_implementation == "eager" and model.config is not config
+    assert model.model.layers[0].self_attn.config is model.model.config is model.config
+    assert torch.equal(other(**batch).loss, wanted)
+    stop_tokenring(model)
+    assert model.config is config and model.model.layers[0].self_attn.config is config
+
+
+def embedding_gradient(here: Here) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of inputs_embeds: this rank's, and that of one process."""
+    found = []
+    for cut in (True, False):
+        model, batch = make_model("llama"), make_batch("dense")
+        embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+        if cut:
+            use_tokenring(model, here.cp(layout="zigzag"))
+        model(inputs_embeds=embeds, **batch).loss.backward()
+        found.append(embeds.grad)
+    return found[0], found[1]
+
+
+def test_gradients_of_embeddings_are_shares_that_add_up(ranks: RankPools) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = []
+        found = ranks(2)(embedding_gradient)
+    shares, wanted = [share for share, _ in found], found[0][1]
+    assert torch.allclose(sum(shares), wanted, atol=1e-6)  # type: ignore[arg-type]
+    assert not (shares[0].any(-1) & shares[1].any(-1)).any()  # each token has its gradient on one rank
+
+
+def test_dropout_outside_of_attention_is_drawn_by_each_rank_for_its_tokens() -> None:
+    """As in one process, where one rank holds all tokens."""
+    batch, losses = make_batch("dense"), []
+    for changed in (True, False):
+        model = make_model("phi3", resid_pdrop=0.5, embd_pdrop=0.5).train()
+        if changed:
+            use_tokenring(model, tr.ContextParallel("self"))
+        torch.manual_seed(3)
+        losses.append(model(**batch).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def mean_factor(here: Here, cut_first: bool) -> tuple[float, float]:
+    """By how much gradients="mean" multiplies the gradients of "sum", and the loss."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, losses = [], []
         for joined in ("sum", "mean"):
-            model = make_model("llama")
-            use_tokenring(model, here.cp(), gradients=joined)(**make_batch("dense")).loss.backward()
+            model, cp, batch = make_model("llama"), here.cp(), make_batch("dense")
+            use_tokenring(model, cp, gradients=joined)
+            loss = model(**cut_batch(batch, cp) if cut_first else batch).loss
+            loss.backward()
             found.append(gradients(model)["lm_head.weight"].norm())
-    return float(found[1] / found[0])
+            losses.append(loss.item())
+    return float(found[1] / found[0]), losses[1] / losses[0]
 
 
-def test_gradients_for_ddp(ranks: RankPools) -> None:
-    assert ranks(2)(mean_factor) == pytest.approx([2.0, 2.0])
+@pytest.mark.parametrize("cut_first", [False, True])
+def test_gradients_for_ddp(cut_first: bool, ranks: RankPools) -> None:
+    for gradient, loss in ranks(2)(mean_factor, cut_first):
+        assert gradient == pytest.approx(2.0) and loss == pytest.approx(1.0)
 
 
 # ---------- refusals
@@ -185,10 +236,10 @@ def test_families_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UnsupportedError, match=f"transformers {version} .*any_version=True"):
             check_version()
         assert check_version(any_version=True) == version
-    assert asked().startswith(">=5.")
+    assert pip_requirement().startswith(">=5.")
 
 
 def test_every_family_is_one_that_is_allowed() -> None:
-    from tokenring.integrations.transformers.refusals import RUN
+    from tokenring.integrations.transformers.refusals import COMPARED_FAMILIES
 
-    assert sorted(make_model(each).config.model_type for each in FAMILIES) == sorted(RUN)
+    assert sorted(make_model(each).config.model_type for each in FAMILIES) == sorted(COMPARED_FAMILIES)

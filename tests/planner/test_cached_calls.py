@@ -88,6 +88,13 @@ def test_nothing_in_place_beats_the_bound(tokens: int, cached: int) -> None:
     assert min(in_place) >= least_cached_seconds(given)
 
 
+@pytest.mark.parametrize(("ranks", "tokens"), [(3, 1), (7, 16), (8, 131072)])
+def test_the_parts_of_a_way_add_up_and_none_is_below_0(ranks: int, tokens: int) -> None:
+    machine = Machine(constant(123.4, copy_gbs=777.7), Messages(6e-6, 2e-6))
+    for way in cached_ways(replace(call(ranks, tokens), machine=machine)):
+        assert way.exchange_seconds >= 0.0 and way.seconds == way.kernel_seconds + way.exchange_seconds
+
+
 def test_fewest() -> None:
     assert [fewest(lambda n, at=at: n >= at) for at in (1, 2, 777)] == [1, 2, 777]  # type: ignore[misc]
     assert fewest(lambda n: False) is None
@@ -96,15 +103,20 @@ def test_fewest() -> None:
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(H100) == 0
     said = capsys.readouterr().out
-    assert "1 new tokens over 131,072 cached, 64:8 heads × 128, bfloat16" in said
+    assert "1 new token over 131,072 cached, 64:8 heads × 128, bfloat16" in said
     assert re.search(r"one-shot: 1\.\d\d × as fast as direct-q", said)
     assert "* to compare" in said and "8 ranks are faster than one from" in said
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [(["--json"], "--json is for a plan of training"), (["--tokens", "0"], "--tokens"),
-     (["--layout", "zigzag"], "--layout is for a plan of training")],
+    [(["--save", "a.json"], "--save is for a plan of training"), (["--tokens", "0"], "--tokens"),
+     (["--layout", "zigzag"], "--layout is for a plan of training"),
+     (["--seq", "128k"], "--seq 128k does not go with --cached: its lengths"),
+     (["--mask", "causal"], "--mask causal does not go with --cached: new tokens see all"),
+     (["--pass", "training"], "--pass training does not go with --cached: it is forward"),
+     (["--transport", "hccl"], "--transport hccl does not go with --cached"),
+     (["--all"], "--all does not go with --cached: it always")],
 )  # fmt: skip
 def test_options_that_do_not_go_with_it(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*H100, *more]) == 2

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_heads import MODELS
+from presets_page import page
 
-from tokenring.cli.plan.figures_page import page
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.planner.machines.devices import DEVICES, GIB, device_figures
-from tokenring.planner.machines.models import MODELS
 from tokenring.planner.machines.presets import PRESETS
 from tokenring.planner.machines.sourced import Figure, unknown
 
@@ -112,5 +112,5 @@ def test_there_are_ten_models_and_no_other() -> None:
 
 def test_the_page_is_what_the_figures_say() -> None:
     assert (DOCS / "presets.md").read_text(encoding="utf-8") == page(), (
-        "write it again: python -m tokenring.cli.plan.figures_page > docs/presets.md"
+        "write it again: python benchmarks/presets_page.py > docs/presets.md"
     )

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 import tokenring as tr
+from tokenring.planner.interconnects.interconnect import Interconnect, full_mesh, ring, switch
 from tokenring.planner.layouts.assignment import Assignment
 from tokenring.planner.layouts.balanced import NAME, SLACK, balanced_layout, imbalance
 from tokenring.planner.layouts.demand import demand_of
@@ -54,10 +55,11 @@ def state(of: Assignment) -> tuple[object, ...]:
     return of.owners, of.loads, of.received, of.sent, of.moved, of.owned, of.needed
 
 
-def test_swaps_keep_the_books() -> None:
+@pytest.mark.parametrize("links", [1, 3])
+def test_swaps_keep_the_books(links: int) -> None:
     """After each swap all sums are those of the owners that result."""
     ranks, demand, random = 4, demand_of(pack(2), LENGTH, 32, 4), Random(5)
-    now = Assignment(demand, [chunk % ranks for chunk in range(32)], ranks, sum(demand.pairs) / ranks)
+    now = Assignment(demand, [chunk % ranks for chunk in range(32)], ranks, sum(demand.pairs) / ranks, links)
     now.price()
     for _ in range(60):
         rank, chunk = random.randrange(ranks), random.randrange(32)
@@ -66,7 +68,8 @@ def test_swaps_keep_the_books() -> None:
         swap = now.swap(rank, random.randrange(len(now.held[rank])), chunk, float("inf"))
         assert swap is not None
         now.take(swap)
-        fresh = Assignment(demand, now.owners, ranks, now.most_pairs)
+        fresh = Assignment(demand, now.owners, ranks, now.most_pairs, links)
+        assert now.busiest_port == fresh.busiest_port
         assert state(now) == state(fresh)
         assert sorted(map(tuple, map(sorted, now.held))) == sorted(map(tuple, fresh.held))
 
@@ -93,8 +96,14 @@ def by_work_alone(mask: tr.Mask, ranks: int, chunks: int) -> tr.Layout:
 
 
 def busiest(mask: tr.Mask, layout: tr.Layout) -> int:
-    """Rows that the busiest rank sends or receives, counted one by one."""
-    sent, received = [0] * layout.world_size, [0] * layout.world_size
+    """Rows that the busiest rank sends or receives."""
+    table = moved(mask, layout)
+    return max(*map(sum, table), *map(sum, zip(*table, strict=True)))
+
+
+def moved(mask: tr.Mask, layout: tr.Layout) -> list[list[int]]:
+    """Rows that each rank (a line) receives from each (a column), counted one by one."""
+    table = [[0] * layout.world_size for _ in range(layout.world_size)]
     owner = [0] * layout.length
     for rank in range(layout.world_size):
         for position in layout.positions(rank):
@@ -110,9 +119,25 @@ def busiest(mask: tr.Mask, layout: tr.Layout) -> int:
             needed |= set(range(min(start[chunk.start : chunk.stop]), chunk.stop))
         for position in needed:
             if owner[position] != rank:
-                received[rank] += 1
-                sent[owner[position]] += 1
-    return max(*sent, *received)
+                table[rank][owner[position]] += 1
+    return table
+
+
+def test_in_a_mesh_the_busiest_link_carries_less() -> None:
+    """A port of 7 links; work is as even as before."""
+    for seed in range(3):
+        mask = pack(seed)
+        by_port, by_link = (balanced_layout(mask, LENGTH, 8, links=links) for links in (1, 7))
+        assert imbalance(mask, by_link) <= SLACK + 0.02
+        widest = [max(map(max, moved(mask, each))) for each in (by_port, by_link)]
+        assert widest[1] <= 0.8 * widest[0], widest
+
+
+def test_ports_of_a_mesh_are_of_links() -> None:
+    assert [full_mesh(ranks, 10.0).port_links for ranks in (1, 2, 8)] == [1, 1, 7]
+    assert [make(8, 10.0).port_links for make in (switch, ring)] == [1, 1]
+    places = tuple((host, device) for host in (0, 1) for device in range(4))
+    assert Interconnect("two hosts", full_mesh(4, 10.0).fabrics * 2, places).port_links == 1
 
 
 def test_usual_layouts_stay_where_they_do_as_well() -> None:

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from families import members
-from nets import BOTH, SHAPES, call, clusters, named, setting, two_node, workload
+from nets import BOTH, SHAPES, call, clusters, named, setting, two_node, with_network, workload
 
 import tokenring as tr
 from tokenring.planner.bounds.bound import lower_bound
@@ -19,7 +19,6 @@ from tokenring.planner.interconnects.interconnect import (
     full_mesh,
     of_one_host,
     switch,
-    with_network,
 )
 from tokenring.planner.interconnects.interconnect import mesh_fabric as mesh
 from tokenring.planner.simulation.predict import Setting, busiest, least_seconds, predict

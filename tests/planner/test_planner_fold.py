@@ -9,6 +9,8 @@ from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.lower import lower
 from tokenring.lowering.target import Target
+from tokenring.planner.choosing.folded_world import FoldedWorld
+from tokenring.planner.choosing.select import ROUNDING
 from tokenring.planner.choosing.symmetry import FoldedNet, Symmetry, folded, symmetry_of
 from tokenring.planner.simulation.operations import Operation, SimulatedPost, operations
 from tokenring.planner.simulation.predict import Setting, predict
@@ -45,6 +47,17 @@ def test_as_exact_as_every_rank(name: str, direction: Pass) -> None:
     asked = setting(clusters(HOSTS, LOCAL), SIZE, (direction,), tflops=0.5)
     exact = predict(named(name, RANKS, SIZE.q_length), asked)
     assert folded_seconds(name, asked) == pytest.approx(exact.seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("direction", BOTH)
+@pytest.mark.parametrize("name", NAMES)
+def test_wires_bound_a_pass(name: str, direction: Pass) -> None:
+    """What the busiest wire needs for its bytes alone is counted without a program, and is what the simulation saw."""
+    asked = setting(clusters(HOSTS, LOCAL), SIZE, (direction,), tflops=0.5)
+    world = FoldedWorld(name, asked, 1.0, HOSTS, LOCAL)
+    found = world.one_pass(direction)
+    assert world.wire_seconds(direction) == pytest.approx(found.worst_wire_seconds)
+    assert world.least_seconds(direction) <= found.seconds * ROUNDING
 
 
 @pytest.mark.parametrize("channels", [1, 2])

@@ -79,7 +79,7 @@ def test_what_binds_a_forecast(passes: tuple[Pass, ...], says: str) -> None:
 
 
 def test_a_forecast() -> None:
-    found = plan_or_forecast(large_call(hosts=80, families=("ring", "usp/4")))
+    found = plan_or_forecast(large_call(hosts=80, families=("relay/4", "double-ring/4")))
     assert isinstance(found, Forecast)
     first, *others = [each for each in found.candidates if each.predicted_seconds is not None]
     assert first.name == found.name and first.reason.startswith("the fastest, bound by ")

@@ -57,6 +57,7 @@ TABLE: Table = {
     None: [("direct", 1.0, 800), ("ring", 3.0, 160)],
     "hccl/channel": [("direct", 1.4, 400), ("ring", 3.2, 160)],
     "hccl/pair": [("direct", 2.0, 200), ("ring", 3.5, 80)],
+    "hccl/batch": [("direct", 2.5, 800), ("ring", 3.5, 800)],
 }
 
 
@@ -81,11 +82,11 @@ def test_the_fastest_that_fits_over_any(limit: int | None, mode: str | None, nam
 def test_what_limits_nothing_is_planned_for_once() -> None:
     assert chosen(TABLE, None)[1] == [None]
     assert chosen(TABLE, 900 * MB)[1] == [None]
-    assert chosen(TABLE, 500 * MB)[1] == [None, "hccl/channel", "hccl/pair"]
+    assert chosen(TABLE, 500 * MB)[1] == [None, *MODES]
 
 
 def test_nothing_fits_over_any() -> None:
-    with pytest.raises(ConfigurationError, match=r"nothing over hccl/pair\. That is over 'hccl/pair'"):
+    with pytest.raises(ConfigurationError, match=r"nothing over hccl/batch\. That is over 'hccl/batch'"):
         chosen(TABLE, 50 * MB)
 
 
@@ -106,7 +107,8 @@ def test_what_else_is_wrong_is_said_at_once(limit: int) -> None:
 def test_modes_have_fewer_and_fewer_connections() -> None:
     for name, modes in BOUNDED.items():
         target = [transport_target(each) for each in (name, *modes)]
-        counts = [each.channels * (1 if each.pair_serial else 2) for each in target]
+        of_pairs = [each for each in target if not each.batching]
+        counts = [each.channels * (1 if each.pair_serial else 2) for each in of_pairs]
         assert counts == sorted(set(counts), reverse=True) and set(modes) < set(TRANSPORTS)
     assert bounded("gloo") == {}
 

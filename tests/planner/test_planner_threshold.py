@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from model_heads import MODELS, ModelHeads
+from s_star import POINTS, SHARE, SHOWN, Place, main, places, share, thresholds
 
-from tokenring.cli.plan.threshold import POINTS, SHARE, SHOWN, Place, main, places, share, thresholds
 from tokenring.errors import ConfigurationError
-from tokenring.planner.machines.models import MODELS, ModelHeads
 from tokenring.planner.machines.presets import PRESETS
 from tokenring.sequence.mask import Causal, Full
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from nets import call, clusters, pcie_tree, setting, two_node, workload
+from nets import call, clusters, of_hosts, pcie_tree, setting, tree_fabric, two_node, with_network, workload
 from test_topology_sources import graph_of
 
 import tokenring as tr
@@ -17,14 +17,11 @@ from tokenring.planner.interconnects.interconnect import (
     Interconnect,
     LinkFabric,
     full_mesh,
-    of_hosts,
     of_one_host,
     ring,
     ring_fabric,
     switch,
     switch_fabric,
-    tree_fabric,
-    with_network,
 )
 from tokenring.planner.interconnects.rank_order import context_parallel_group, good_order, heads_of_group, node_sizes
 from tokenring.planner.interconnects.wiring import ASSUMED, REACHED, interconnect_of

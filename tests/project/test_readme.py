@@ -49,6 +49,23 @@ def map_paths() -> list[str]:
     return re.findall(r"`([a-z_./]+(?:\.py|/))`", (REPO / "docs" / "map.md").read_text(encoding="utf-8"))
 
 
+def test_the_map_names_every_room() -> None:
+    """In the order of the pipeline, which the import contract has too; rooms within rooms by their own name."""
+    text = (REPO / "docs" / "map.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(?:tokenring/)?([a-z]+)/` \|", text, re.MULTILINE)
+    contract = (REPO / "pyproject.toml").read_text(encoding="utf-8").partition('id = "layers"')[2]
+    layers = re.findall(r"[a-z_]+", contract.partition("layers = [")[2].partition("]")[0])
+    assert listed == [name for name in layers if (REPO / "tokenring" / name).is_dir()]
+    within = [
+        path.relative_to(REPO).as_posix()
+        for top in ("tokenring", "backends", "topology")
+        for path in (REPO / top).rglob("*")
+        if path.is_dir() and path.name != "__pycache__" and len(path.relative_to(REPO).parts) > (top == "tokenring") + 1
+    ]
+    assert len(within) > 25
+    assert not [path for path in within if f"`{path.rpartition('/')[2]}/`" not in text]
+
+
 def test_files_of_the_map_are_there() -> None:
     """Named in full, or by the end of their path."""
     code = [str(path.relative_to(REPO)) for room in ("tokenring", "backends", "topology", "examples")

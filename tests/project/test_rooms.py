@@ -90,5 +90,5 @@ def test_folders_of_tests_are_listed() -> None:
     settings = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
     there = {path.parent.relative_to(REPO).as_posix() for path in (REPO / "tests").rglob("test_*.py")}
     there |= {"tests/support", "tests/fakes"}
-    assert set(settings["pytest"]["ini_options"]["pythonpath"]) == there
+    assert set(settings["pytest"]["ini_options"]["pythonpath"]) == there | {"benchmarks"}
     assert {path for path in settings["mypy"]["mypy_path"].split(":") if path.startswith("tests/")} == there

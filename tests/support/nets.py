@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -10,15 +10,14 @@ from tokenring.ir.schedule_data import Pass
 from tokenring.planner.choosing.auto import CallToPlan
 from tokenring.planner.interconnects.interconnect import (
     Interconnect,
+    LinkFabric,
+    Way,
     full_mesh,
     mesh_fabric,
-    of_hosts,
     of_one_host,
     ring,
     switch,
     switch_fabric,
-    tree_fabric,
-    with_network,
 )
 from tokenring.planner.simulation.predict import Setting
 from tokenring.schedule.names import make_schedule
@@ -31,6 +30,43 @@ from tokenring.tables.rates import Machine, Messages, constant
 BOTH: tuple[Pass, ...] = ("forward", "backward")
 FREE = 1e9  # TFLOP/s: kernels take no time
 IDEAL = Messages()
+
+
+def of_hosts(name: str, fabric: LinkFabric, hosts: int, notes: Iterable[str] = ()) -> Interconnect:
+    """Return the interconnect of one rank on each device of equal hosts."""
+    places = tuple((host, device) for host in range(hosts) for device in range(fabric.size))
+    return Interconnect(name, (fabric,) * hosts, places, tuple(notes))
+
+
+def tree_fabric(size: int, port_gbs: float, uplink_gbs: float, half_duplex: bool = False, leaf: int = 2) -> LinkFabric:
+    """Return the fabric of a host with PCIe: switches of `leaf` devices each, whose uplinks meet at a root."""
+    ways: dict[tuple[int, int], Way] = {}
+    for a in range(size):
+        for b in range(size):
+            if a != b:
+                up, down = a // leaf, b // leaf
+                over = (
+                    ()
+                    if up == down
+                    else (_uplink(f"leaf{up}", True, half_duplex), _uplink(f"leaf{down}", False, half_duplex))
+                )
+                ways[a, b] = (f"{a}>", *over, f">{b}")
+    gbs = {wire: uplink_gbs if "leaf" in wire else port_gbs for way in ways.values() for wire in way}
+    return LinkFabric(size, ways, gbs)
+
+
+def _uplink(name: str, up: bool, half_duplex: bool) -> str:
+    return name if half_duplex else f"{name}>" if up else f">{name}"
+
+
+def with_network(fabric: LinkFabric, gbs: float, nic_per_device: bool = True, half_duplex: bool = False) -> LinkFabric:
+    """Return the same host with NICs: one for each device, or one uplink that all share."""
+    names = [f"nic{device}" if nic_per_device else "uplink" for device in range(fabric.size)]
+    out = tuple((_uplink(name, True, half_duplex),) for name in names)
+    into = tuple((_uplink(name, False, half_duplex),) for name in names)
+    wires = {way[0]: gbs for way in (*out, *into)}
+    return LinkFabric(fabric.size, fabric.ways, {**fabric.gbs, **wires}, out, into, fabric.burst_bytes)
+
 
 def pcie_tree(ranks: int, port_gbs: float, uplink_gbs: float, half_duplex: bool = False) -> Interconnect:
     return of_one_host("PCIe tree", tree_fabric(ranks, port_gbs, uplink_gbs, half_duplex))

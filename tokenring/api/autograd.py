@@ -23,6 +23,7 @@ from tokenring.runtime.executor import Executor
 from tokenring.sequence.workload import Request
 
 if TYPE_CHECKING:
+    from tokenring.backends.interfaces import PreparesRows
     from tokenring.runtime.trace import Trace
 
 
@@ -207,10 +208,13 @@ def run_backward(
     """
     with beginning(executor.transport):
         own = {"q": q, "k": k, "v": v, "dout": dout}
-        given = OwnTensors({name: _rows_packed(x) for name, x in own.items()}, lse=lse, out=out)
+        preparing = None if lse_gradient else executor.preparing
+        given = OwnTensors({name: _rows_packed(x) for name, x in own.items()}, out=out)
+        given.rows_lse, given.preparing = lse, preparing
         if dlse is not None:
             given["dlse"] = dlse
         call = ActiveCall(given, executor.views.kept_slots_in(kept), any_delta=AnyDelta if lse_gradient else None)
+        call.kernel = None if preparing is None else preparing.for_call()
     with torch.autocast(q.device.type, enabled=False):
         executor.run(call, trace)
     dq = _kept_by_caller(executor.result(call, "q_partial", "dq"), q.dtype)
@@ -219,12 +223,23 @@ def run_backward(
 
 
 class OwnTensors(dict[str, torch.Tensor]):
-    """The call's tensors; delta [B, H, T] is computed when the first instruction asks for it."""
+    """The call's tensors; lse and delta [B, H, T] are made when the first instruction asks for them.
+
+    rows_lse: lse as forward left it. preparing: the kernel for which both are prepared, if it wants that.
+    """
+
+    rows_lse: torch.Tensor | None = None
+    preparing: PreparesRows | None = None
 
     def __missing__(self, name: str) -> torch.Tensor:
-        if name != "delta":
+        if name == "lse" and self.rows_lse is not None:
+            self[name] = self.rows_lse if self.preparing is None else self.preparing.prepared_lse(self.rows_lse)
+        elif name == "delta":
+            lse = self["lse"] if self.rows_lse is None else self.rows_lse
+            found = rows_delta(self["dout"], self["out"], lse, self.get("dlse"))
+            self[name] = found if self.preparing is None else self.preparing.prepared_delta(self["dout"], found)
+        else:
             raise KeyError(name)
-        self[name] = rows_delta(self["dout"], self["out"], self["lse"], self.get("dlse"))
         return self[name]
 
 

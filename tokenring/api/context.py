@@ -91,8 +91,8 @@ class ContextParallel(Standing):
     """
 
     _internal = frozenset((
-        "active_trace", "agreed_plan", "check_open", "cuts", "executor", "handle", "kernel", "layout_for", "lengths",
-        "made_transport", "plan", "pool", "speaker", "transport_for", "turn",
+        "active_trace", "agreed_plan", "agreed_sizes", "check_open", "closed", "cuts", "executor", "handle", "kernel",
+        "layout_for", "lengths", "made_transport", "plan", "pool", "speaker", "transport_for", "turn",
     ))  # fmt: skip
 
     def __init__(
@@ -117,13 +117,13 @@ class ContextParallel(Standing):
         self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
         self.topology, self.tensor_parallel, self.memory_limit_bytes = topology, tensor_parallel, memory_limit_bytes
         self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, seconds_limit(timeout_seconds)
-        self._transport = transport
+        self._transport, self._closed = transport, False
         self._made_here: dict[str, Transport] = {}
         self._spoken: Transport | None = None  # by which the ranks agreed last
-        self._closed = False
         self._pools: dict[torch.device, Pool] = {}
         self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_plan))
         self._agreed: dict[Request, Plan] = {}
+        self.agreed_sizes: dict[object, None] = {}  # of engines' exchanges, on all ranks alike: see `engines`
         self._executor = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_executor))
         self._description = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._describe))
         self.active_trace: Trace | None = None  # to which calls made now add their events
@@ -139,6 +139,11 @@ class ContextParallel(Standing):
         state = ", closed" if self._closed else ""
         return f"ContextParallel(schedule {names[0]}, layout {names[1]}, rank {self.rank} of {self.world_size}{state})"
 
+    @property
+    def closed(self) -> bool:
+        """Say whether `close` was called."""
+        return self._closed
+
     def close(self) -> None:
         """Give back the buffers, and the transport if it was made here; attention then raises ConfigurationError.
 
@@ -147,6 +152,7 @@ class ContextParallel(Standing):
         self._closed = True
         self._executor.cache_clear()
         self._pools.clear()
+        self.agreed_sizes.clear()
         for made in self._made_here.values():
             made.close()
         self._made_here.clear()
@@ -155,9 +161,7 @@ class ContextParallel(Standing):
     def check_open(self) -> None:
         """Raise ConfigurationError once this is closed, or its group destroyed."""
         if self._closed:
-            raise ConfigurationError(
-                "this ContextParallel was closed; make another one, or close it after the last call"
-            )
+            raise ConfigurationError("this ContextParallel was closed; make another, or close it after the last call")
         if self._group is not None:
             self._group.check()
 
@@ -177,7 +181,7 @@ class ContextParallel(Standing):
         """Layouts that are not its own."""
         from tokenring.api.cuts import Cuts
 
-        return Cuts(self.world_size)
+        return Cuts(self.world_size, self.topology, self.tensor_parallel)
 
     @property
     def _is_alone(self) -> bool:

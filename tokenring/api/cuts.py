@@ -1,12 +1,15 @@
 """Layouts that are not a context's own: with "auto" one for each mask, and those that a call gives.
 
-With "auto" a layout follows from the mask alone, so that ranks need not talk to find it; but a call must know by which
-mask its tensors were cut. It takes that of its own mask only if `shard` or `positions` gave out this layout.
+With "auto" a layout follows from the mask, and from the topology that the context was given, so that ranks need not
+talk to find it; but a call must know by which mask its tensors were cut. It takes that of its own mask only if `shard`
+or `positions` gave out this layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from tokenring.api.arguments import NEEDS_MASK
 from tokenring.display.safe_text import plain
@@ -14,14 +17,20 @@ from tokenring.errors import ConfigurationError
 from tokenring.sequence.layout import Layout, make_layout
 from tokenring.sequence.mask_data import Mask
 
+if TYPE_CHECKING:
+    from tokenring.planner.interconnects.interconnect import Interconnect
+    from tokenring.topology.ranks import Topology
+
 REMEMBERED = 1 << 16  # hashes of what was given out: of a set of evaluation, too
 
 
 class Cuts:
     """The layouts of one context that are not its own."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(
+        self, world_size: int, topology: Topology | Interconnect | None = None, tensor_parallel: int = 1
+    ) -> None:
+        self._world_size, self._topology, self._tensor_parallel = world_size, topology, tensor_parallel
         self._given_out: dict[int, None] = {}  # hashes of layouts and of masks, the oldest first
 
     def of(self, length: int, mask: Mask | None) -> Layout:
@@ -30,7 +39,16 @@ class Cuts:
             raise ConfigurationError(NEEDS_MASK)
         from tokenring.planner.layouts.balanced import balanced_layout
 
-        return balanced_layout(mask, length, self._world_size)
+        return balanced_layout(mask, length, self._world_size, links=self._port_links)
+
+    @cached_property
+    def _port_links(self) -> int:
+        """Of how many links a rank's port is made; 1 where no topology was given: ranks look for one only to plan."""
+        if self._topology is None:
+            return 1
+        from tokenring.planner.interconnects.shared_links import group_net
+
+        return group_net(self._topology, self._world_size, self._tensor_parallel).port_links
 
     def give_out(self, length: int, mask: Mask | None) -> Layout:
         """Return the layout "auto" by which a sequence is cut now, which calls then take. Raises ConfigurationError."""

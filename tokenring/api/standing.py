@@ -24,7 +24,7 @@ class Shown(type):
     """A metaclass that shows in help() and dir() only the names that users call."""
 
     def __dir__(cls) -> Iterable[str]:
-        hidden = {name for each in cls.__mro__ for name in vars(each).get("_internal", ())}
+        hidden = {name for each in cls.__mro__ for name in vars(each).get("_internal", ())} | {"__annotations__"}
         return [name for name in super().__dir__() if name not in hidden]
 
 

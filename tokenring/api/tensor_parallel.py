@@ -67,7 +67,8 @@ class _NoKernel:
 class TensorParallel(Standing):
     """Linear layers split over the ranks of a group, as Megatron's with sequence parallelism.
 
-        tp = tr.TensorParallel()                        # all ranks, or group=mesh["tp"]
+        tp = tr.TensorParallel()                        # all ranks, or group=mesh["tp"]: tp.rank of tp.world_size
+        w_in = tp.shard(whole_w_in)                     # this rank's part of a weight
         h = tr.column_linear(x, w_in, tp)               # x [B, T/P, D], w_in [N/P, D] → [B, T, N/P]
         y = tr.row_linear(act(h), w_out, tp)            # w_out [D, N/P] → [B, T/P, D]
 
@@ -119,7 +120,8 @@ class TensorParallel(Standing):
         self._executors = lru_cache(maxsize=CACHED)(weakly(self._make_executor))
 
     def __repr__(self) -> str:
-        return f"TensorParallel(schedule {self.schedule}, rank {self.rank} of {self.world_size})"
+        state = ", closed" if self._base.closed else ""
+        return f"TensorParallel(schedule {self.schedule}, rank {self.rank} of {self.world_size}{state})"
 
     def close(self) -> None:
         """Give back buffers and the transport, if it was made here; calls then raise ConfigurationError."""

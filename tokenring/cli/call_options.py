@@ -46,11 +46,19 @@ def with_printed(options: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
+def check_transport(name: str) -> None:
+    """Raise ConfigurationError unless --transport is "auto" or the name of one."""
+    from tokenring.lowering.backend_names import TRANSPORTS
+
+    known = ("auto", *TRANSPORTS)
+    if name not in known:
+        raise ConfigurationError(f"--transport {name}: unknown; choose one of {', '.join(known)}{hint(name, known)}")
+
+
 def check_call(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """Return the options of a call by name, in order. Raises ConfigurationError for a call that no rank could run."""
     import torch
 
-    from tokenring.lowering.backend_names import TRANSPORTS
     from tokenring.planner.layouts.balanced import layout_of
     from tokenring.sequence.mask import parse_mask
     from tokenring.sequence.workload import Workload
@@ -67,10 +75,7 @@ def check_call(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
         raise ConfigurationError(f"--rounds {options.rounds}: use 1 or more")
     if options.pieces is not None and options.pieces < 1:
         raise ConfigurationError(f"--pieces {options.pieces}: use 1 or more")
-    if options.transport not in ("auto", *TRANSPORTS):
-        known = ", ".join(TRANSPORTS)
-        like = hint(options.transport, ["auto", *TRANSPORTS])
-        raise ConfigurationError(f"--transport {options.transport}: unknown; choose one of auto, {known}{like}")
+    check_transport(options.transport)
     names = ("heads", "batch", "layout", "transport", "pieces", "rounds")
     named = {name: getattr(options, name) for name in names}
     named |= {"seq_len": options.seq, "head_dim": options.dim, "value_dim": options.value_dim, "dtype": dtype}

@@ -92,10 +92,11 @@ def add_dtype(parser: argparse._ActionsContainer, kind: str) -> None:
     parser.add_argument("--dtype", type=dtype, choices=tuple(DTYPES), default=kind, help=f"({kind})")
 
 
-def add_passes(parser: argparse._ActionsContainer) -> None:
-    """Add the option of the passes: forward alone, or forward and backward as in training."""
-    parser.add_argument("--pass", dest="passes", choices=("forward", "training"), default="training",
+def add_passes(parser: argparse._ActionsContainer, *was: str) -> None:
+    """Add the option of the passes: forward alone, or forward and backward as in training. was: former spellings."""
+    made = parser.add_argument("--pass", dest="passes", choices=("forward", "training"), default="training",
         help="forward alone, or forward and backward (training)")  # fmt: skip
+    also(parser, made, *was)
     parser.add_argument("--forward-only", dest="passes", action="store_const", const="forward",
         default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
 

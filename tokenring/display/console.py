@@ -26,6 +26,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, *given: Any, **named: Any) -> Any:
         """Parse as argparse does, and refuse integers larger than LARGEST. Raises ConfigurationError."""
         found = super().parse_known_args(*given, **named)
+        self._command = getattr(found[0], "command", None)
         for action in self._actions:
             value = getattr(found[0], action.dest, None)
             if isinstance(value, int) and abs(value) > LARGEST:
@@ -34,7 +35,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigurationError with argparse's message, a hint where one is known, and where to find help."""
-        raise ConfigurationError(f"{message}{self._hint(message)}; see {self.prog} --help")
+        command = getattr(self, "_command", None)
+        asked = self.prog if command is None else f"{self.prog} {command}"
+        raise ConfigurationError(f"{message}{self._hint(message)}; see {asked} --help")
 
     def _hint(self, message: str) -> str:
         """Guess the choice or the option that was meant, from argparse's complaint; "" if nothing is near."""

@@ -1,14 +1,21 @@
-"""Lines that fit a terminal: what is longer goes on below its last cell. Files and pipes get each line whole."""
+"""Lines that fit a terminal: a longer one goes on below its last cell, a wider table in a second one below it.
+
+Files and pipes get each line whole.
+"""
 
 from __future__ import annotations
 
 import re
 import shutil
-from typing import TextIO
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import NamedTuple, TextIO
 
 INK = re.compile(r"(\x1b\[(?:0|1|2|31|32)m)")  # the colours of console.Ink, which take no room
+PLAIN = "\x1b[0m"  # ends a colour
 CELLS = re.compile(r"  +(?=\S)")  # what stands between two cells
 LEAST = 24  # columns that a hanging cell has
+COLUMNS = 4  # that lines have in common, at least, to be a table
 BELOW = 4  # columns by which what goes on below a whole row is indented
 
 
@@ -18,8 +25,68 @@ def fitted(text: str, out: TextIO) -> str:
 
 
 def wrap_lines(text: str, width: int) -> str:
-    """Break lines that have more than `width` columns at spaces; a word that is longer than a line stays whole."""
-    return "\n".join(line for each in text.split("\n") for line in _lines(each, width))
+    """Break lines that have more than `width` columns at spaces; a word that is longer than a line stays whole.
+
+    Lines of a table that is wider are cut between the same columns, and each part begins with the first column.
+    """
+    found: list[str] = []
+    for filled, lines in groupby(text.split("\n"), bool):
+        block = list(lines)
+        found += _block(block, width) if filled else block
+    return "\n".join(found)
+
+
+def _block(block: Sequence[str], width: int) -> list[str]:
+    """Fit lines between which none is empty."""
+    seen = [INK.sub("", line) for line in block]
+    columns = _columns(seen)
+    if len(columns) >= COLUMNS and max(map(len, seen)) > width:
+        cut = [[_cut(line, part) for line in block] for part in _parts(columns, width)]
+        block = [line for at, part in enumerate(cut) for line in ([""] if at else []) + part]
+    return [line for each in block for line in _lines(each, width)]
+
+
+class TextColumn(NamedTuple):
+    """A column that lines have in common: where it begins, where its longest cell ends, where the next one begins."""
+
+    start: int
+    end: int
+    next: int
+
+
+def _columns(seen: Sequence[str]) -> list[TextColumn]:
+    """Return the columns of lines: in every line two spaces or more stand between them. One line has none."""
+    if len(seen) < 2:
+        return []
+    longest = max(map(len, seen))
+    used = [at for at in range(longest) if any(line[at : at + 1].strip() for line in seen)]
+    after = [at for before, at in pairwise(used) if at - before > 2]
+    ends = [before + 1 for before, at in pairwise(used) if at - before > 2]
+    return [TextColumn(*each) for each in zip([0, *after], [*ends, longest], [*after, longest], strict=True)]
+
+
+def _parts(columns: Sequence[TextColumn], width: int) -> list[list[TextColumn]]:
+    """Return the columns of each part: the first one, and as many others as fit."""
+    first, *others = columns
+    parts, used = [[first]], first.next
+    for each in others:
+        if used + each.end - each.start > width and len(parts[-1]) > 1:
+            parts.append([first])
+            used = first.next
+        parts[-1].append(each)
+        used += each.next - each.start
+    return parts
+
+
+def _cut(line: str, columns: Sequence[TextColumn]) -> str:
+    """Return these columns of a line, with the colours inside of them."""
+    whole = len(INK.sub("", line))
+    text = ""
+    for start, _, stop in columns:
+        begin, last = (_place(line, at - 1) + 1 if 0 < at < whole else at and len(line) for at in (start, stop))
+        text += line[begin:last] + " " * (stop - max(start, min(stop, whole)))
+    text = text.rstrip()
+    return text + PLAIN if INK.search(text) else text
 
 
 def _lines(line: str, width: int) -> list[str]:

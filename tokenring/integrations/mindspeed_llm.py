@@ -44,7 +44,7 @@ def registered(patch_manager: Any, target: str) -> Any:
     return getattr(found, "replaces", found)
 
 
-def whole(x: Parts) -> torch.Tensor:
+def joined_parts(x: Parts) -> torch.Tensor:
     """Return query or key as one tensor: --mla-fa-divide-qk makes lists of their parts without and with rotation."""
     return x if isinstance(x, torch.Tensor) else torch.cat(x, -1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from functools import lru_cache
 from itertools import product
 from typing import TypeVar
@@ -28,19 +28,20 @@ def fuse(schedule: S) -> S:
             continue
         q, kv = {tile.q for tile in group}, {tile.kv for tile in group}
         if len(group) >= len(q) * len(kv) == len({(tile.q, tile.kv) for tile in group}):
-            tiles.append(Tile(step, rank, _sequence_order(schedule, q), _sequence_order(schedule, kv)))
+            tiles.append(Tile(step, rank, in_sequence(schedule, q), in_sequence(schedule, kv)))
         else:
             tiles.extend(group)
     return schedule.replace(tiles=tuple(tiles))
 
 
-def _sequence_order(schedule: ScheduleData, parts: set[tuple[Block, ...]]) -> tuple[Block, ...]:
+def in_sequence(schedule: ScheduleData, parts: Iterable[tuple[Block, ...]]) -> tuple[Block, ...]:
+    """Return all blocks of these parts, each once, in the order of the sequence."""
     return tuple(sorted({block for part in parts for block in part}, key=schedule.positions))
 
 
 def prune(schedule: S) -> S:
     """Drop tiles that the mask hides, then moves that bring what no tile needs or carry what no tile made."""
-    sees = _sight_of(schedule)
+    sees = sight_of(schedule)
     tiles = [seen for tile in schedule.tiles if (seen := sees.part(tile, tile.q, tile.kv)).q]
     used = {(block, rank) for _, rank, q, kv in tiles for block in (*q, *kv)}
     kept = {*_needed_requests(schedule, used), *_fed_partials(schedule, used)}
@@ -48,7 +49,7 @@ def prune(schedule: S) -> S:
     return schedule.replace(tiles=tuple(tiles), moves=moves)
 
 
-class _Sight:
+class Sight:
     """A test of which q units see anything of which kv units, remembered: many schedules ask for the same."""
 
     def __init__(
@@ -62,12 +63,12 @@ class _Sight:
     def part(self, tile: Tile, q: tuple[Block, ...], kv: tuple[Block, ...]) -> Tile:
         """Return the tile with these blocks alone, without those that see or show nothing."""
         units = [each[1] * self._kv_pieces + each[3] for each in kv]
-        seen = [self._seen_by(each[1] * self._q_pieces + each[3]) for each in q]
+        seen = [self.seen_by(each[1] * self._q_pieces + each[3]) for each in q]
         seeing = tuple(each for each, of in zip(q, seen, strict=True) if not of.isdisjoint(units))
         shown = frozenset().union(*seen)
         return Tile(tile.step, tile.rank, seeing, tuple(b for b, unit in zip(kv, units, strict=True) if unit in shown))
 
-    def _seen_by(self, unit: int) -> frozenset[int]:
+    def seen_by(self, unit: int) -> frozenset[int]:
         """Return the kv units of which a q unit sees anything."""
         known = self._seen[unit]
         if known is None:
@@ -80,14 +81,15 @@ class _Sight:
         return known
 
 
-def _sight_of(schedule: ScheduleData) -> _Sight:
+def sight_of(schedule: ScheduleData) -> Sight:
+    """Return which units of a schedule see which, under its mask."""
     each = schedule
     return _sight(each.mask, each.q_layout, each.kv_layout, each.q_pieces, each.kv_pieces)
 
 
 @lru_cache(maxsize=8)
-def _sight(mask: Mask, q_layout: Layout, kv_layout: Layout, q_pieces: int, kv_pieces: int) -> _Sight:
-    return _Sight(mask, units_of(q_layout, q_pieces), units_of(kv_layout, kv_pieces), q_pieces, kv_pieces)
+def _sight(mask: Mask, q_layout: Layout, kv_layout: Layout, q_pieces: int, kv_pieces: int) -> Sight:
+    return Sight(mask, units_of(q_layout, q_pieces), units_of(kv_layout, kv_pieces), q_pieces, kv_pieces)
 
 
 def _needed_requests(schedule: ScheduleData, used: Set[tuple[Block, int]]) -> Iterator[int]:
@@ -137,7 +139,7 @@ def keep_for_last(schedule: S) -> S:
     for tile in schedule.tiles:
         if tile.rank in last:
             last[tile.rank] = max(last[tile.rank], tile.step)
-    sees, tiles = _sight_of(schedule), []
+    sees, tiles = sight_of(schedule), []
     for tile in schedule.tiles:
         local = all(schedule.owner(block) == tile.rank for block in (*tile.q, *tile.kv))
         first, second = _halves(schedule, tile, sees) if local and tile.step < last.get(tile.rank, 0) else ([tile], [])
@@ -148,7 +150,7 @@ def keep_for_last(schedule: S) -> S:
 Halves = tuple[list[Tile], list[Tile]]
 
 
-def _halves(schedule: ScheduleData, tile: Tile, sees: _Sight) -> Halves:
+def _halves(schedule: ScheduleData, tile: Tile, sees: Sight) -> Halves:
     """Return the tile in two that are as equal as can be: cut by q, by kv, or by both and put together crosswise."""
     (q0, q1), (kv0, kv1) = ((some[: len(some) // 2], some[len(some) // 2 :]) for some in (tile.q, tile.kv))
 

@@ -1,1 +1,1 @@
-"""From a schedule to the program of one rank, and its bytes, for a target."""
+"""Lower a schedule to the program of one rank, and count its bytes, for a target."""

@@ -18,13 +18,15 @@ TRANSPORTS = {
     "hccl": "tokenring.backends.transports.hccl:HcclTransport",
     "hccl/channel": "tokenring.backends.transports.hccl:HcclChannelTransport",
     "hccl/pair": "tokenring.backends.transports.hccl:HcclPairTransport",
+    "hccl/batch": "tokenring.backends.transports.hccl_batches:HcclBatchTransport",
     "hccl/collectives": "tokenring.backends.transports.hccl_collectives:HcclCollectivesTransport",
     "cuda": "tokenring.backends.transports.auto_cuda:CudaTransport",
     "symm": "tokenring.backends.transports.symm:SymmTransport",
     "nccl": "tokenring.backends.transports.nccl:NcclTransport",
     "nvshmem": "tokenring.backends.transports.nvshmem:NvshmemTransport",
 }
-BOUNDED = {"hccl": ("hccl/channel", "hccl/pair")}  # modes of a transport with fewer connections, most of them first
+# Modes of a transport with fewer connections, most of them first.
+BOUNDED = {"hccl": ("hccl/channel", "hccl/pair", "hccl/batch")}
 KERNELS = {
     "cpu-flash": "tokenring.backends.kernels.cpu_flash:CpuFlash",
     "reference": "tokenring.backends.kernels.reference:Reference",
@@ -43,7 +45,9 @@ PLANNED_WITH = "cpu-flash"  # the kernel whose cuts count where a schedule is me
 def load(kind: str, name: str, known: dict[str, str]) -> Any:
     """Import the class that a transport or kernel name stands for. Raises ConfigurationError for an unknown name."""
     if name not in known:
-        raise ConfigurationError(f"unknown {kind} {name!r}; choose one of auto, {', '.join(known)}")
+        from tokenring.nearest import hint
+
+        raise ConfigurationError(f"unknown {kind} {name!r}; choose one of auto, {', '.join(known)}{hint(name, known)}")
     module, _, attribute = known[name].partition(":")
     return getattr(import_module(module), attribute)
 

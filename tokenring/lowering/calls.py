@@ -1,4 +1,4 @@
-"""From a tile to kernel calls: chunks that lie together are one rectangle, if the mask lets them be."""
+"""Turn a tile into kernel calls: chunks that lie together are one rectangle, if the mask lets them be."""
 
 from __future__ import annotations
 
@@ -91,14 +91,17 @@ def _runs(storage: Storage, rank: int, blocks: tuple[Block, ...]) -> list[CallRu
 @lru_cache(maxsize=4096)
 def _patches(mask: Mask, q: tuple[Positions, ...], kv: tuple[Positions, ...]) -> Region:
     """Return what chunks that lie together see of chunks that lie together: in one patch, or chunk by chunk."""
+    if mask.is_full:  # without looking at each chunk beside each
+        whole = Patch(0, sum(map(len, q)), 0, sum(map(len, kv)))
+        return (whole,) if whole.rows and whole.cols else ()
     q_parts, kv_parts = join_chunks(q), join_chunks(kv)
     if len(q_parts) == len(kv_parts) == 1:
         return mask.region(q_parts[0], kv_parts[0])
     grid = [[mask.region(a, b) for b in kv_parts] for a in q_parts]
     rows, cols = [len(part) for part in q_parts], [len(part) for part in kv_parts]
-    whole = combine(grid, rows, cols) if _in_one_piece(mask, q_parts, grid) else None
-    if whole is not None:
-        return (whole,)
+    joined = combine(grid, rows, cols) if _in_one_piece(mask, q_parts, grid) else None
+    if joined is not None:
+        return (joined,)
     return tuple(_joined_columns(_place(grid, rows, cols)))
 
 

@@ -54,7 +54,12 @@ def link_bytes(schedule: ScheduleData, workload: Workload, direction: Pass = "fo
 
 
 def connections(some: Iterable[Link], target: Target, rank: int) -> int:
-    """Return how many connections a transport makes at a rank for these links: communicators of two ranks, in HCCL."""
+    """Return how many connections a transport makes at a rank for these links: communicators of two ranks, in HCCL.
+
+    With batching they are of all ranks: one for each channel, at every rank.
+    """
+    if target.batching:
+        return len({channel for _, _, channel in some})
     found = {
         (
             dst if src == rank else src,

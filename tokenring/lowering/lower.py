@@ -1,4 +1,4 @@
-"""From a schedule to the program of one rank.
+"""Lower a schedule to the program of one rank.
 
 Steps are worked off in order: receives are posted first (transports that match messages by pair
 order get both ends' posts in the one total order instead), then requests are sent on, tiles

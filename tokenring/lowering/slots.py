@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -10,7 +11,6 @@ from tokenring.lowering.program import Slot, Wait
 
 @dataclass
 class _State:
-    free: bool = False
     sends: list[tuple[int, int]] = field(default_factory=list)  # (message, step) still to be waited for
 
 
@@ -25,16 +25,18 @@ class Slots:
     def __init__(self, emit: Callable[[Wait], None]) -> None:
         self.specs: list[Slot] = []
         self._states: list[_State] = []
+        self._free: dict[Slot, list[int]] = {}  # by what they hold, in order
         self._emit = emit
 
     def take(self, spec: Slot, step: int, patience: int | None) -> int:
         """Take a slot for this content, a new one if no free one will do, and return it; patience None never waits."""
         if not spec.kept:
+            free = self._free.get(spec, [])
             for clean in (True, False):
-                for slot, state in enumerate(self._states):
-                    if self.specs[slot] == spec and state.free and self._ready(state, step, patience, clean):
+                for at, slot in enumerate(free):
+                    if self._ready(self._states[slot], step, patience, clean):
                         self.settle(slot)
-                        state.free = False
+                        del free[at]
                         return slot
         self.specs.append(spec)
         self._states.append(_State())
@@ -46,7 +48,10 @@ class Slots:
 
     def drop(self, slot: int) -> None:
         """Note that the slot was used for the last time (sends may still be on their way)."""
-        self._states[slot].free = True
+        free = self._free.setdefault(self.specs[slot], [])
+        at = bisect_left(free, slot)
+        if free[at : at + 1] != [slot]:
+            free.insert(at, slot)
 
     def settle(self, slot: int) -> None:
         """Wait for the slot's sends."""

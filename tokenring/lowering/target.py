@@ -35,7 +35,8 @@ class Target:
     one for each channel (if there are several), and for each direction unless they share a queue. group_bytes: what a
     connection of all ranks of an exchange takes at each of them. most_connections: how many a rank may have in all,
     None without a limit; why_few_connections says whose it is. mailboxes: messages go by way of boxes beside the pool
-    (`lowering.mailboxes`), which take device memory at every rank.
+    (`lowering.mailboxes`), which take device memory at every rank. batching: messages move in batches
+    (`lowering.rounds`) over one connection of all ranks for each channel; one_pair: of one send and one receive each.
 
     Read by the runtime, which calls the methods of `backends.interfaces.Transport` that they stand for:
 
@@ -59,6 +60,8 @@ class Target:
     most_connections: int | None = None
     why_few_connections: str = ""
     mailboxes: bool = False
+    batching: bool = False
+    one_pair: bool = False
 
     one_sided: bool = False
     capturable: bool = False

@@ -1,1 +1,1 @@
-"""That schedules and programs do what the mask asks, and never stop."""
+"""Prove that schedules and programs do what the mask asks, and never stop."""

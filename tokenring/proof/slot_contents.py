@@ -9,7 +9,7 @@ NOBODY = -1  # owner of rows that were filled: a result for whichever token, of 
 
 
 class Missing(Exception):
-    """From this row on, rows hold nothing."""
+    """A row from which on rows hold nothing."""
 
     def __init__(self, row: int) -> None:
         super().__init__(row)

@@ -40,8 +40,12 @@ def verify(schedule: ScheduleData) -> None:
 
 def verify_lowered(schedule: ScheduleData, target: Target) -> None:
     """Replay, once, the programs for such a target that `verify` has not, for up to 16 ranks. Raises ScheduleError."""
-    if schedule.world_size <= REPLAY_LIMIT and (others := beyond(target)):
+    if schedule.world_size > REPLAY_LIMIT:
+        return
+    if others := beyond(target):
         replay_once(schedule, tuple(others))
+    if target.batching:
+        replay_batches_once(schedule, target.one_pair)
 
 
 @lru_cache(maxsize=64)
@@ -51,6 +55,15 @@ def replay_once(schedule: ScheduleData, targets: tuple[Target, ...]) -> None:
 
     with no_collection():
         replay_schedule(schedule, targets)
+
+
+@lru_cache(maxsize=64)
+def replay_batches_once(schedule: ScheduleData, one_pair: bool) -> None:
+    """Replay the messages of both passes in batches, unless that was done before."""
+    from tokenring.proof.batches import replay_schedule_in_batches
+
+    with no_collection():
+        replay_schedule_in_batches(schedule, one_pair)
 
 
 class ProofFacts:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tokenring.backends.interfaces import Transport
+from tokenring.backends.interfaces import PreparesRows, Transport
 from tokenring.errors import ConfigurationError, PeerLost, TokenRingError, one_line
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import AUTO, Layout
@@ -108,6 +108,7 @@ def describe(
             "pieces": cp.pieces,
             "kernel": no_kernel(cp, request, direction) or "computes it",
             **({} if most is None else {"communicators at most": most}),
+            **_rows_text(cp, request, direction),
             **({"planned for": "both passes" if request.backward else "forward"} if planned else {}),
             **dict.fromkeys(notes, "given"),
         },
@@ -134,6 +135,19 @@ def no_kernel(cp: Caller, request: Request, direction: Pass) -> str | None:
         return str(error)
     reason = kernel_refusal(kernel, request.workload, request.device, direction)
     return reason or (merge_refusal(request.device, request.workload.value_dim) if cp.world_size > 1 else None)
+
+
+def _rows_text(cp: Caller, request: Request, direction: Pass) -> dict[str, object]:
+    """Say, for backward, which kernel this rank prepares rows for, if any: it decides what travels."""
+    if direction == "forward":
+        return {}
+    from tokenring.backends.registry import capped_kernel
+
+    try:
+        kernel = capped_kernel(cp.kernel(request.device), cp.kernel_name, request.softcap)
+    except TokenRingError:  # as `no_kernel` says
+        return {}
+    return {"rows prepared for kernel": kernel.name} if isinstance(kernel, PreparesRows) else {}
 
 
 def named_digest(some: Layout | Schedule) -> str:
@@ -244,12 +258,16 @@ class refusing:
             reason, taken = one_line(error), getattr(error, TAKEN, None)
             tell(self._cp, error, lambda: self.speak(reason, taken))
 
+    def speaker(self) -> Transport | None:
+        """Return the transport by which the ranks agree on this call; None: there is no other rank."""
+        return self._cp.speaker(_device(self._given))
+
     def speak(self, reason: str, taken: tuple[Held, tuple[int, int]] | None = None) -> None:
         """Take part with the reason in the exchange in which the others wait. Raises Disagreement, PeerLost.
 
         taken: what this rank holds, and of which lengths it takes that to be, where it may refuse because of these.
         """
-        transport = self._cp.speaker(_device(self._given))
+        transport = self.speaker()
         if transport is not None:
             fields: dict[str, object] = {"pass": self._direction, REFUSED: reason}
             held, known = None, None

@@ -49,8 +49,9 @@ def held(kernel: AttentionKernel, tiles: Tiles) -> AttentionKernel:
 def together(instructions: Iterable[Instruction], kernel: AttentionKernel) -> Iterator[Together]:
     """Yield the instructions in order, in tuples: kernel calls that go together in one, all others alone."""
     run: list[Attend] = []  # of one tile, each beyond the one before
+    packs = isinstance(kernel, PackingKernel)  # asked once: it takes longer than all the rest
     for instruction in instructions:
-        if isinstance(instruction, Attend) and isinstance(kernel, PackingKernel):
+        if packs and isinstance(instruction, Attend):
             if run and not _follows(run[-1], instruction):
                 yield from _packed(run, kernel)
                 run = []
@@ -179,6 +180,8 @@ def of_call(kernel: Any, scale: float) -> tuple[Callable[[ActiveCall], Any], flo
     plain, positive = folded(kernel, scale)
 
     def taken(call: ActiveCall) -> Any:
+        if call.kernel is not None:
+            return folded(call.kernel, scale)[0]
         return plain if call.any_delta is None else folded(call.any_delta(kernel), scale)[0]
 
     return taken, positive

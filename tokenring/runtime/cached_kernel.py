@@ -14,7 +14,7 @@ from tokenring.backends.widths import cut, filled
 INF = float("inf")
 FEW_ROWS = 32  # up to so many, a kv head's query heads go in as rows; more rows fill a tile by themselves
 
-Partial = tuple[torch.Tensor, torch.Tensor]
+Partial = tuple[torch.Tensor, torch.Tensor]  # out [B, H, T, D], lse [B, H, T]
 
 
 def cached_partial(

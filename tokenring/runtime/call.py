@@ -27,7 +27,7 @@ class ActiveCall:
     """The tensors of one call. `own` holds q, k, v, dout [B, T, H, D] and lse, delta [B, H, T] by name.
 
     any_delta: makes of a kernel one that takes any delta, as where on some rank a gradient flows into lse; on this rank
-    one does if `own` has a dlse [B, H, T].
+    one does if `own` has a dlse [B, H, T]. kernel: of this call alone, where rows are prepared for it.
     """
 
     own: dict[str, torch.Tensor]
@@ -35,6 +35,7 @@ class ActiveCall:
     outputs: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # slot → field → [T, B, H, ...]
     handles: dict[int, Work] = field(default_factory=dict)
     any_delta: Callable[[Any], Any] | None = None
+    kernel: Any = None
 
 
 Step = Callable[[ActiveCall], None]

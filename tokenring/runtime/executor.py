@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenring.backends.interfaces import AttentionKernel, PackingKernel, Transport
+from tokenring.backends.interfaces import AttentionKernel, PreparesRows, Transport
 from tokenring.backends.merging.mergers import merger_for
 from tokenring.backends.merging.torch_merger import accepting, copying
 from tokenring.errors import ConfigurationError
@@ -35,6 +35,7 @@ from tokenring.lowering.program import (
 from tokenring.runtime.agreement import Disagreement, settle
 from tokenring.runtime.bound_kernel import holding, of_call, patches, spanned, together
 from tokenring.runtime.call import ActiveCall, Step, profiling, ranged, run_steps
+from tokenring.runtime.joined_rows import JoinedBinder, with_runs
 from tokenring.runtime.message_groups import Collectives, grouped, placed, settled
 from tokenring.runtime.pool import Landed, Pool, Views, heads_first, rows_first
 from tokenring.sequence.workload import Workload
@@ -67,7 +68,7 @@ class Executor:
         binder = _Binder(self.views, transport, kernel, scale, program.direction == "forward")
         self.instructions = list(zip(program.instructions, program.steps, strict=True))
         alone = program.instructions
-        steps = grouped(transport, alone, binder.bind_all(alone))
+        steps = grouped(transport, program, binder.bind_all(alone))
         self.streams, self.steps = pool.streams, settled(transport, alone, steps)
         if self.streams is not None:
             from tokenring.runtime.streams import on_streams
@@ -75,6 +76,7 @@ class Executor:
             self.steps = on_streams(self.steps, alone, self.streams)
         self._begin = placed(transport, self.views, alone)
         self.adopted = binder.adopted
+        self.preparing = kernel if program.direction == "backward" and isinstance(kernel, PreparesRows) else None
 
     def run(self, call: ActiveCall, trace: Trace | None = None) -> None:
         """Run the program; `result` then gives what it made."""
@@ -141,16 +143,23 @@ class _Binder:
         self.operator = views.operator
         self.program, self.head_range = views.program, views.records.head_range
         self.adopted: set[int] = set()  # output slots that take over a kernel's result
-        self.collectives = Collectives(self.views, transport)
+        self.collectives, self.joined = Collectives(self.views, transport), JoinedBinder(self)
 
     def bind_all(self, instructions: Sequence[Instruction]) -> list[Step]:
-        """Return a step for each instruction; kernel calls that go together are made at the first of them."""
+        """Return a step for each instruction; those that go together are made at the first of them."""
         steps: list[Step] = []
-        for group in together(instructions, self.kernel):
-            packed = [each for each in group if isinstance(each, Attend)] if len(group) > 1 else []
-            steps.append(self._attend_packed(tuple(packed)) if packed else self.bind(group[0]))
+        for group in with_runs(together(instructions, self.kernel)):
+            steps.append(self.bind(group[0]) if len(group) == 1 else self._bind_together(group))
             steps += [_nothing] * (len(group) - 1)
         return steps
+
+    def _bind_together(self, group: tuple[Any, ...]) -> Step:
+        match group[0]:
+            case Attend():
+                return self._attend_packed(group)
+            case Merge():
+                return self.joined.merging(group)
+        return self.joined.filling(group)
 
     def bind(self, instruction: Instruction) -> Step:
         match instruction:
@@ -169,7 +178,7 @@ class _Binder:
             case Wait(message):
                 return lambda call: call.handles.pop(message).wait()
             case Fill():
-                return self._fill(instruction)
+                return self.joined.filling((instruction,))
         raise TypeError(f"unknown instruction {instruction}")
 
     # ---------- messages
@@ -214,7 +223,7 @@ class _Binder:
         view = make(None)
         return lambda call: view
 
-    def _field(self, span: Span, name: str) -> Callable[[ActiveCall], torch.Tensor]:
+    def field(self, span: Span, name: str) -> Callable[[ActiveCall], torch.Tensor]:
         """Return a getter of a span's field, wherever it lies: [rows, B, heads, D], or [rows, B, heads]."""
         slot, spec = span.slot, self.program.slots[span.slot]
         if not spec.output:
@@ -224,7 +233,7 @@ class _Binder:
 
     def _pack(self, pack: Pack) -> Step:
         names = [each.name for each in self.views.record(pack.into.slot).fields]
-        targets = [(name, self._field(pack.into, name)) for name in names]
+        targets = [(name, self.field(pack.into, name)) for name in names]
         low, high = self.head_range(pack.kind, pack.source.heads)
         rows = slice(pack.source.start, pack.source.stop)
 
@@ -254,7 +263,7 @@ class _Binder:
         patch, direction = attend.patch, self.program.direction
         kernel, scale = of_call(self.kernel, self.scale)
         operands = self._operands(attend, attend)
-        sinks = [self._sink(attend, result) for result in attend.results]
+        sinks = [self.sink(attend, result) for result in attend.results]
 
         def attend_tile(call: ActiveCall) -> None:
             given, out = operands(call)
@@ -266,18 +275,13 @@ class _Binder:
 
     def _attend_packed(self, attends: tuple[Attend, ...]) -> Step:
         """Bind several patches of a tile to one kernel call."""
-        assert isinstance(self.kernel, PackingKernel)  # else nothing goes together
         parts, (kernel, scale) = patches(attends), of_call(self.kernel, self.scale)
-        operands = self._operands(attends[0], attends[-1])
-        sinks = [[self._sink(attend, result) for result in attend.results] for attend in attends]
+        operands, accept = self._operands(attends[0], attends[-1]), self.joined.results(attends)
         packed = f"{self.program.direction}_packed"
 
         def attend_patches(call: ActiveCall) -> None:
             given, out = operands(call)
-            compute = getattr(kernel(call), packed)
-            for made, each in zip(compute(*given, **out, patches=parts, scale=scale), sinks, strict=True):
-                for sink in each:
-                    sink(call, made)
+            accept(call, getattr(kernel(call), packed)(*given, **out, patches=parts, scale=scale))
 
         return attend_patches
 
@@ -306,7 +310,7 @@ class _Binder:
 
         return by_out
 
-    def _sink(self, attend: Attend, result: Result) -> Sink:
+    def sink(self, attend: Attend, result: Result) -> Sink:
         """Return a function that writes rows of a kernel's result to where they belong."""
         whole = (attend.q if result.kind == "q_partial" else attend.kv).rows
         rows = slice(result.start, result.start + result.into.rows)
@@ -338,7 +342,7 @@ class _Binder:
                 call.outputs[slot] = {"out": rows_first(made[0]), "lse": made[1].permute(2, 0, 1)}
 
             return take
-        names, which = self._names(result.kind), slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
+        names, which = self.names(result.kind), slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
 
         def take_gradients(call: ActiveCall, made: Made) -> None:
             call.outputs[slot] = {name: rows_first(each) for name, each in zip(names, made[which], strict=True)}
@@ -348,7 +352,7 @@ class _Binder:
     # ---------- accumulators
 
     def _accept_out(self, into: Span, first: bool) -> Callable[[ActiveCall, torch.Tensor, torch.Tensor], None]:
-        out, lse = self._field(into, "out"), self._field(into, "lse")
+        out, lse = self.field(into, "out"), self.field(into, "lse")
         if first:
             return copying(out, lse)
         slot = self.program.slots[into.slot]
@@ -358,14 +362,14 @@ class _Binder:
         scratch = self.views.scratch(into.rows, high - low)
         return accepting(merger, out, lse, scratch, into.slot if whole else None)
 
-    def _names(self, kind: Kind) -> tuple[str, ...]:
+    def names(self, kind: Kind) -> tuple[str, ...]:
         """Return the fields of a result: tensors, then statistics."""
         statistics, tensors = self.operator.carries[kind, self.program.direction]
         return (*tensors, *statistics)
 
     def accept(self, kind: Kind, into: Span, first: bool) -> Accept:
         """Return a function that adds results [rows, B, heads, D] to those that there are; the first is copied."""
-        targets = [self._field(into, name) for name in self._names(kind)]
+        targets = [self.field(into, name) for name in self.names(kind)]
 
         def add(call: ActiveCall, news: list[torch.Tensor]) -> None:
             for target, new in zip(targets, news, strict=True):
@@ -379,22 +383,12 @@ class _Binder:
     def _merge(self, merge: Merge) -> Step:
         if self.forward and self.operator.merge == "log-sum-exp":
             accept = self._accept_out(merge.into, merge.first)
-            out, lse = self._field(merge.source, "out"), self._field(merge.source, "lse")
+            out, lse = self.field(merge.source, "out"), self.field(merge.source, "lse")
             return lambda call: accept(call, out(call), lse(call))
         add = self.accept(merge.kind, merge.into, merge.first)
-        sources = [self._field(merge.source, name) for name in self._names(merge.kind)]
+        sources = [self.field(merge.source, name) for name in self.names(merge.kind)]
         return lambda call: add(call, [source(call) for source in sources])
-
-    def _fill(self, fill: Fill) -> Step:
-        empty = ((name, float("-inf") if name == "lse" else 0.0) for name in self._names(fill.kind))
-        targets = [(self._field(fill.into, name), value) for name, value in empty]
-
-        def clear(call: ActiveCall) -> None:
-            for target, value in targets:
-                target(call).fill_(value)
-
-        return clear
 
 
 def _nothing(call: ActiveCall) -> None:
-    """Do nothing, for a kernel call that went with an earlier one."""
+    """Do nothing, for what went with an earlier instruction."""

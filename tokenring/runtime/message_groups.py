@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from tokenring.backends.interfaces import Transport, Work
-from tokenring.lowering.program import ALL_GATHER, BUNDLE, Collective, Instruction, Pack, Recv, Send, Wait
+from tokenring.lowering.program import ALL_GATHER, BUNDLE, Collective, Instruction, Pack, Program, Recv, Send, Wait
 from tokenring.lowering.target import beyond, contacts
 from tokenring.runtime.call import ActiveCall, Step
 from tokenring.runtime.pool import Landed, Views
@@ -35,7 +35,7 @@ def connect(transport: Transport, schedule: ScheduleData, direction: Pass, devic
     needed = contacts(schedule, transport.target, (direction,))
     transport.prepare(needed.links, device)
     target = transport.target if needed.groups else replace(transport.target, collectives=False)
-    if beyond(target):  # else its programs were proved with the schedule
+    if beyond(target) or target.batching:  # else its programs were proved with the schedule
         from tokenring.proof.verify import verify_lowered
 
         verify_lowered(schedule, target)
@@ -159,15 +159,21 @@ def placed(transport: Transport | None, views: Views, instructions: Sequence[Ins
 
 
 def grouped(
-    transport: Transport | None, instructions: Sequence[Instruction], steps: list[Callable[[T], None]]
+    transport: Transport | None, program: Program, steps: list[Callable[[T], None]]
 ) -> list[Callable[[T], None]]:
-    """Return the steps, where posts that stand in a row begin to move at the last of them."""
+    """Return the steps, where posts that stand in a row, or are of one round, begin to move at the last of them."""
     if transport is None or not transport.target.grouping:
         return steps
     made = list(steps)
-    for at in last_posts(instructions):
+    for at in _round_ends(program) if transport.target.batching else last_posts(program.instructions):
         made[at] = _in_turn(made[at], lambda call: transport.go())
     return made
+
+
+def _round_ends(program: Program) -> list[int]:
+    from tokenring.lowering.rounds import rounds
+
+    return [each.end for each in rounds(program.instructions, program.steps)]
 
 
 def last_posts(instructions: Sequence[Instruction]) -> list[int]:

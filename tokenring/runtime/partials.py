@@ -15,6 +15,7 @@ import torch
 from tokenring.backends.merging.all_at_once import merge_all, merge_outs
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.lowering.records import aligned
+from tokenring.runtime.cached_kernel import Partial
 
 if TYPE_CHECKING:
     from tokenring.backends.interfaces import Landing, Transport, Work
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 LSE_BYTES = 4  # of fp32
 KEPT_EXCHANGES = 16  # of a pool, each for one number of rows
-Partial = tuple[torch.Tensor, torch.Tensor]  # out [B, H, T, D], lse [B, H, T]
 
 
 class Rows(NamedTuple):
@@ -189,10 +189,7 @@ class PartialExchange:
         self.made.put(self._transport.rank, sealed())
         sent = self.partials.send(label)
         self.made.put(-1, local())
-        for each in received:
-            each.wait()
-        for each in sent:
-            each.wait()
+        wait_for(chain(received, sent))
         if wants_lse:
             return merge_all(self.made.outs, self.made.lses)
         return merge_outs(self.made.outs, self.made.lses), None
@@ -209,12 +206,10 @@ class PartialExchange:
         received = self.partials.receive(label)
         self.made.put(me, sealed(me, q))
         self.made.put(-1, local())
-        for each in asked:
-            each.wait()
+        wait_for(asked)
         for rank in (r for r in range(world) if r != me):
             self.out.put(rank, sealed(rank, self.q[rank]))
-        for each in chain(received, self.partials.send(label)):
-            each.wait()
+        wait_for(chain(received, self.partials.send(label)))
         return merge_all(self.made.outs, self.made.lses)
 
     def gathered(self, q: torch.Tensor, label: str) -> list[torch.Tensor]:
@@ -222,8 +217,7 @@ class PartialExchange:
         self._start(REQUESTS)
         received = self._requests.receive(label)
         self.q[self._transport.rank].copy_(q)
-        for each in chain(received, self._requests.send(label)):
-            each.wait()
+        wait_for(chain(received, self._requests.send(label)))
         return self.q
 
     def combined(self, out: torch.Tensor, lse: torch.Tensor, label: str) -> Partial:
@@ -239,27 +233,27 @@ class PartialExchange:
             slots.put(rank, (out[:, rank * heads : (rank + 1) * heads], lse[:, rank * heads : (rank + 1) * heads]))
         if self.home == "all":
             self.made.put(me, (out, lse))
-        for each in chain(received, self.partials.send(label)):
-            each.wait()
+        wait_for(chain(received, self.partials.send(label)))
         return merge_all(self.made.outs[:world], self.made.lses[:world])
 
 
-def exchange_of(
-    transport: Transport, pool: Pool, home: str, rows: Rows, q_width: int,
-    first: Callable[[Transport], None] = lambda transport: None,
-) -> PartialExchange:  # fmt: skip
+def exchange_of(transport: Transport, pool: Pool, home: str, rows: Rows, q_width: int) -> PartialExchange:
     """Return the exchange of calls of one size over this memory, bound once; all ranks ask for it together.
 
-    first: called before one is bound.
+    Whether it is bound anew, as where the pool has grown, may differ by rank: nobody may agree on anything by that.
     """
     key = home, rows, q_width
     found = pool.exchanges.get(key)
     if isinstance(found, PartialExchange) and found.usable:
         return found
-    first(transport)
-    pool.exchanges.pop(key, None)
-    while len(pool.exchanges) >= KEPT_EXCHANGES:
+    while key not in pool.exchanges and len(pool.exchanges) >= KEPT_EXCHANGES:
         pool.exchanges.pop(next(iter(pool.exchanges)))
     with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
         made = pool.exchanges[key] = PartialExchange(transport, pool, home, rows, q_width)
     return made
+
+
+def wait_for(works: Iterable[Work]) -> None:
+    """Wait for each of some messages."""
+    for each in works:
+        each.wait()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import REQUESTS
+from tokenring.schedule.directions import moves_least
 from tokenring.schedule.families.basic import (
     at_key,
     at_query,
@@ -81,6 +82,9 @@ def make_schedule(
     schemes = [named.make(world_size, way, pieces, small) for way in ways]
     if order is not None:
         schemes = [arranged(scheme, order) for scheme in schemes]
+    least = schemes[0] if len(schemes) == 1 else moves_least(schemes, q_layout, kv_layout, mask)
+    if least is not None:
+        return build(least, q_layout, kv_layout, mask)
     built = [build(scheme, q_layout, kv_layout, mask) for scheme in schemes]
     return min(built, key=moved_tokens)
 

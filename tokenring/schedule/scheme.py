@@ -1,4 +1,4 @@
-"""From a placement and routes to a dense schedule, and through the passes to a finished one."""
+"""Make a dense schedule of a placement and routes, and a finished one by the passes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tokenring.ir.passes import fuse, keep_for_last, order, prune
+from tokenring.ir.passes import fuse, in_sequence, keep_for_last, order, prune
 from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, Tile
 from tokenring.schedule.routes import Gather, Hop, Origin, Return, return_direct, stay
 from tokenring.schedule.schedule import Schedule
@@ -41,6 +41,8 @@ class Scheme:
         rank may fuse into one kernel call. None: as soon as they are due.
     together: a rank computes when everything has arrived.
     late: part of each rank's local tile is kept for last (`passes.keep_for_last`).
+    placed_by_q: `place` says the same of a q unit and a piece of kv whoever owns that.
+    timed_by_q: so does `when`, also whenever they are due; with `placed_by_q`, tiles need not be made one by one.
     """
 
     name: str
@@ -59,11 +61,17 @@ class Scheme:
     place_for: PlacementFor | None = None
     when: Callable[[Pair, int], int] | None = None
     late: bool = False
+    placed_by_q: bool = False
+    timed_by_q: bool = False
 
 
 def build(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
     """Build the scheme's schedule for these layouts, pruned by the mask. Not yet verified."""
-    made = prune(fuse(dense(scheme, q_layout, kv_layout, mask)))
+    by_q = scheme.placed_by_q and scheme.timed_by_q and scheme.when is not None
+    if by_q and scheme.place_for is None and not scheme.together:
+        made = prune(dense(scheme, q_layout, kv_layout, mask, _fused_tiles))
+    else:
+        made = prune(fuse(dense(scheme, q_layout, kv_layout, mask)))
     made = order(keep_for_last(made) if scheme.late else made)
     if mask in WHOLE_UNITS:
         return made
@@ -77,17 +85,18 @@ def late_of(made: Schedule, name: str) -> Schedule:
     return order(keep_for_last(made)).replace(name=name)
 
 
-def dense(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
-    """Return every tile and every move that the scheme would make if everything were visible."""
-    world = q_layout.world_size
-    schedule = Schedule(
-        scheme.name, world, q_layout, kv_layout, mask, (), (), scheme.head_groups, scheme.q_pieces,
-        scheme.kv_pieces, scheme.keep, scheme.slack, scheme.codecs,
-    )  # fmt: skip
+def dense(
+    scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask, tiles_of: TilesOf | None = None
+) -> Schedule:
+    """Return every tile and every move that the scheme would make if everything were visible.
+
+    tiles_of: what makes the tiles, one by one if nothing is said.
+    """
+    schedule = nothing_moves_yet(scheme, q_layout, kv_layout, mask)
     q_routes = _routes(schedule, "q", scheme.gather_q)
     kv_routes = _routes(schedule, "kv", scheme.gather_kv)
     q_units, kv_units = _units_due(schedule, "q", q_routes), _units_due(schedule, "kv", kv_routes)
-    tiles = _tiles(schedule, scheme, q_units, kv_units)
+    tiles = (tiles_of or _tiles)(schedule, scheme, q_units, kv_units)
     if scheme.together:
         tiles = _after_all(tiles, [*q_units.values(), *kv_units.values()])
     moves = [*_requests(q_routes), *_requests(kv_routes)]
@@ -96,21 +105,31 @@ def dense(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Sc
     return schedule.replace(tiles=tuple(tiles), moves=tuple(moves))
 
 
+def nothing_moves_yet(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
+    """Return the scheme's schedule without tiles and moves: its units."""
+    return Schedule(
+        scheme.name, q_layout.world_size, q_layout, kv_layout, mask, (), (), scheme.head_groups, scheme.q_pieces,
+        scheme.kv_pieces, scheme.keep, scheme.slack, scheme.codecs,
+    )  # fmt: skip
+
+
 Routes = dict[Block, tuple[Hop, ...]]
 
 
 def _routes(schedule: Schedule, kind: Kind, gather: Gather) -> Routes:
-    return {block: gather(_origin(schedule, block)) for block in _units(schedule, kind)}
+    return {block: gather(origin_of(schedule, block)) for block in units(schedule, kind)}
 
 
-def _units(schedule: Schedule, kind: Kind) -> Iterable[Block]:
+def units(schedule: Schedule, kind: Kind) -> Iterable[Block]:
+    """Yield every unit of a kind."""
     for chunk in range(len(schedule.layout_of(kind).chunks)):
         for heads in range(schedule.head_groups):
             for piece in range(schedule.pieces_of(kind)):
                 yield Block(kind, chunk, heads, piece)
 
 
-def _origin(schedule: Schedule, block: Block) -> Origin:
+def origin_of(schedule: Schedule, block: Block) -> Origin:
+    """Return where the route of a unit, or of partials for it, begins or ends."""
     return Origin(
         schedule.owner(block),
         schedule.world_size,
@@ -133,7 +152,7 @@ class UnitsDue(NamedTuple):
     made: dict[int, int]
 
 
-def _units_due(schedule: Schedule, kind: Kind, routes: Routes) -> dict[tuple[int, int, int], UnitsDue]:
+def _units_due(schedule: Schedule, kind: Kind, routes: Routes) -> Units:
     layout = schedule.layout_of(kind)
     found = {}
     for owner in range(schedule.world_size):
@@ -149,12 +168,11 @@ def _units_due(schedule: Schedule, kind: Kind, routes: Routes) -> dict[tuple[int
     return found
 
 
-def _tiles(
-    schedule: Schedule,
-    scheme: Scheme,
-    q_units: dict[tuple[int, int, int], UnitsDue],
-    kv_units: dict[tuple[int, int, int], UnitsDue],
-) -> list[Tile]:
+Units = dict[tuple[int, int, int], UnitsDue]  # by owner, head group and piece
+TilesOf = Callable[[Schedule, Scheme, Units, Units], list[Tile]]
+
+
+def _tiles(schedule: Schedule, scheme: Scheme, q_units: Units, kv_units: Units) -> list[Tile]:
     world, place, when = schedule.world_size, scheme.place, scheme.when
     if scheme.place_for is not None:
         place = scheme.place_for(schedule.q_layout, schedule.kv_layout, schedule.mask)
@@ -162,10 +180,13 @@ def _tiles(
     for (kv_owner, heads, kv_piece), units in kv_units.items():
         others[heads].append((kv_owner, kv_piece, units))
     tiles = []
+    placed_by_q, kv_pieces = scheme.placed_by_q and scheme.place_for is None, range(scheme.kv_pieces)
     for (q_owner, heads, q_piece), (q, q_due, q_made) in q_units.items():
+        ranks = [place(Pair(q_owner, 0, heads, q_piece, piece, world)) for piece in kv_pieces if placed_by_q]
         for kv_owner, kv_piece, (kv, kv_due, kv_made) in others[heads]:
-            pair = Pair(q_owner, kv_owner, heads, q_piece, kv_piece, world)
-            rank = place(pair)
+            if when or not ranks:
+                pair = Pair(q_owner, kv_owner, heads, q_piece, kv_piece, world)
+            rank = ranks[kv_piece] if ranks else place(pair)
             step, kv_step = q_due.get(rank, 0), kv_due.get(rank, 0)
             if kv_step > step:
                 step = kv_step
@@ -176,6 +197,43 @@ def _tiles(
             if rank != kv_owner and kv_made.get(rank, -1) < step:
                 kv_made[rank] = step
             tiles.append(Tile(step, rank, q, kv))
+    return tiles
+
+
+def _fused_tiles(schedule: Schedule, scheme: Scheme, q_units: Units, kv_units: Units) -> list[Tile]:
+    """Return what `fuse` makes of `_tiles`, of a scheme whose tiles are placed whoever owns their kv.
+
+    A row is a q unit with all kv units of a piece: rows of one rank, step and head group are a tile where together they
+    are all q × all kv of theirs.
+    """
+    assert scheme.when is not None
+    others: dict[tuple[int, int], list[tuple[int, UnitsDue]]] = defaultdict(list)  # kv by head group and piece
+    for (owner, heads, kv_piece), units in kv_units.items():
+        others[heads, kv_piece].append((owner, units))
+    groups: dict[tuple[int, int, int], list[tuple[tuple[Block, ...], int]]] = defaultdict(list)
+    for (q_owner, heads, q_piece), (q, _, q_made) in q_units.items():
+        for kv_piece in range(scheme.kv_pieces):
+            pair = Pair(q_owner, 0, heads, q_piece, kv_piece, schedule.world_size)
+            rank = scheme.place(pair)
+            step = scheme.when(pair, 0)
+            if rank != q_owner and q_made.get(rank, -1) < step:
+                q_made[rank] = step
+            groups[step, rank, heads].append((q, kv_piece))
+    tiles: list[Tile] = []
+    in_order: dict[tuple[int, ...], tuple[Block, ...]] = {}  # kv blocks by head group and pieces
+    for (step, rank, heads), rows in groups.items():
+        pieces = dict.fromkeys(kv_piece for _, kv_piece in rows)
+        for owner, units in (each for piece in pieces for each in others[heads, piece]):
+            if owner != rank and units.made.get(rank, -1) < step:
+                units.made[rank] = step
+        queries = {q for q, _ in rows}
+        if schedule.world_size == 1 or len(rows) < len(queries) * len(pieces):
+            tiles += [Tile(step, rank, q, kv.blocks) for q, piece in rows for _, kv in others[heads, piece]]
+            continue
+        key = heads, *pieces
+        if key not in in_order:
+            in_order[key] = in_sequence(schedule, (kv.blocks for piece in pieces for _, kv in others[heads, piece]))
+        tiles.append(Tile(step, rank, in_sequence(schedule, queries), in_order[key]))
     return tiles
 
 
@@ -200,5 +258,5 @@ def _partials(schedule: Schedule, kind: Kind, units: Iterable[UnitsDue], back: R
     for blocks, _, made in units:
         for block in blocks if made else ():
             _, chunk, heads, piece, _ = block
-            for step, src, dst, _, add in back(_origin(schedule, block), made):
+            for step, src, dst, _, add in back(origin_of(schedule, block), made):
                 yield Move(step, Block(partial, chunk, heads, piece, src), src, dst, PARTIALS, add)

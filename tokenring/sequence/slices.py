@@ -211,10 +211,15 @@ def disjoint(slices: Iterable[Slice]) -> Disjoint:
             f"a mask of more than {MOST_SLICES} slices is not supported: say it by fewer, or by Documents and Chunks, "
             f"which may be as many as they like"
         )
-    made = sorted((kept for each in found if (kept := tight(each)) is not None), key=_place)
+    made = known_disjoint(found)
     if any(a.q1 > b.q0 for a, b in pairwise(made)):
         _check_disjoint(made)
-    return Disjoint(made)
+    return made
+
+
+def known_disjoint(slices: Iterable[Slice]) -> Disjoint:
+    """Return slices in order, tight and without empty ones, of which it is known that no two overlap."""
+    return Disjoint(sorted((kept for each in slices if (kept := tight(each)) is not None), key=_place))
 
 
 def _check_disjoint(slices: Sequence[Slice]) -> None:

@@ -14,17 +14,21 @@ class KernelLaunches:
     """The launches of a kernel call on operands that lie as it wants them.
 
     forward, backward: of the call, with what is around it. stand_in: more in backward, where delta has come and the
-    output has not; conversions between dtypes are not in it.
+    output has not. Once in a backward pass: own_lse, own_delta, of what the owner prepares of its rows; each_shape, of
+    the first call on so many rows.
     """
 
     forward: int
     backward: int
     stand_in: int
+    own_lse: int
+    own_delta: int
+    each_shape: int
 
 
-# Counted on the emulated NPU (tests/planner/test_launches.py). npu-fusion: log and add for lse; in backward four
-# operators for the statistics of rows; eleven for an output with the right delta (`backends/kernels/delta.py`).
-KERNELS: Mapping[str, KernelLaunches] = MappingProxyType({"npu-fusion": KernelLaunches(3, 5, 11)})
+# Counted on the emulated NPU (tests/planner/test_launches.py). npu-fusion: log and add for lse; in backward eight
+# copies of lse, and a product for an output with the right delta (`backends/kernels/npu_call.py`).
+KERNELS: Mapping[str, KernelLaunches] = MappingProxyType({"npu-fusion": KernelLaunches(3, 2, 1, 2, 10, 1)})
 
 
 @dataclass(frozen=True)

@@ -102,17 +102,19 @@ class Messages:
 
     latency_seconds: from when both ends have posted to the first byte. post_seconds: of the rank that posts.
     flow_gbs: the most that one transfer gets. pair_serial: both directions with one peer share a queue in each
-    channel; channels: 1 if requests and partials share it as well. pipelined: the latency passes while those before it
-    in the queue are on their way (TCP), not after (operations on a stream). handling_seconds, handling_gbs: of the
-    machine's cores for a message and its bytes, where ranks share them. window_bytes: they go as streams of packets
-    (TCP), of which so much is on its way at most, and which queue at wires in the order in which they come, whatever
-    flow_gbs and pair_serial say; None: all that pass a wire share it at every moment.
+    channel; channels: 1 if requests and partials share it as well. source_serial: a rank sends one message after
+    another in each channel, whatever the peer. pipelined: the latency passes while those before it in the queue are on
+    their way (TCP), not after (operations on a stream). handling_seconds, handling_gbs: of the machine's cores for a
+    message and its bytes, where ranks share them. window_bytes: they go as streams of packets (TCP), of which so much
+    is on its way at most, and which queue at wires in the order in which they come, whatever flow_gbs and pair_serial
+    say; None: all that pass a wire share it at every moment.
     """
 
     latency_seconds: float = 0.0
     post_seconds: float = 0.0
     flow_gbs: float = math.inf
     pair_serial: bool = False
+    source_serial: bool = False
     pipelined: bool = False
     handling_seconds: float = 0.0
     handling_gbs: float = math.inf
@@ -156,4 +158,7 @@ class Machine:
 
     def over(self, target: Target) -> Machine:
         """Return this machine with messages in the queues of the target's transport."""
-        return replace(self, messages=replace(self.messages, pair_serial=target.pair_serial, channels=target.channels))
+        messages = replace(
+            self.messages, pair_serial=target.pair_serial, source_serial=target.batching, channels=target.channels
+        )
+        return replace(self, messages=messages)

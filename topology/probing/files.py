@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import BinaryIO
+
 from tokenring.errors import ConfigurationError, TopologyError
 from tokenring.topology.model.facts import Facts
 from tokenring.topology.model.schema import MAX_CHARACTERS, from_json, is_document
@@ -23,6 +25,15 @@ def read_file(path: str) -> list[Facts]:
         raise ConfigurationError(f"cannot read {path!r}: {error.strerror}") from None
     except ValueError:
         raise ConfigurationError(f"cannot read {path!r}: no such name can be") from None
+    return _facts(raw, path)
+
+
+def read_stream(file: BinaryIO, path: str) -> list[Facts]:
+    """Read the facts of an open file. path: what errors call it. Raises TopologyError, as read_file does."""
+    return _facts(file.read(MAX_BYTES + 1), path)
+
+
+def _facts(raw: bytes, path: str) -> list[Facts]:
     if len(raw) > MAX_BYTES:
         raise TopologyError(f"a file of more than {MAX_BYTES >> 20} MB is too long", file=path)
     text = _decoded(raw)

@@ -19,6 +19,8 @@ from test_hccl_modes import call, context
 
 from tokenring import BackendUnavailable, ConfigurationError, PeerLost
 from tokenring.backends.transports import hccl, hccl_environment
+from tokenring.backends.transports.hccl import HcclTransport
+from tokenring.backends.transports.hccl_batches import HcclBatchTransport
 from tokenring.backends.transports.hccl_environment import check_environment, most_communicators, retries
 from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.footprint import most_connected
@@ -164,7 +166,7 @@ def refused(here: Here, schedule: str, transport: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("schedule", "transport"), [("direct-q", "hccl/pair"), ("direct-q", "auto")])
+@pytest.mark.parametrize(("schedule", "transport"), [("direct-q", "hccl/pair"), ("direct-q", "hccl")])
 def test_what_cannot_keep_to_it_is_refused_by_all(npus: NpuPools, schedule: str, transport: str) -> None:
     found = npus(8)(refused, schedule, transport)
     assert len(set(found)) == 1
@@ -172,9 +174,22 @@ def test_what_cannot_keep_to_it_is_refused_by_all(npus: NpuPools, schedule: str,
     assert 'Set HCCL_OP_RETRY_ENABLE="L1:0,L2:0", or take transport' in found[0]
 
 
-def test_auto_says_why_nothing_fits(npus: NpuPools) -> None:
-    for text in npus(8)(refused, "auto:direct-q", "auto"):
-        assert "direct-q" in text and "communicators on a rank: HCCL_OP_RETRY_ENABLE is on" in text
+@pytest.mark.parametrize("schedule", ["direct-q", "auto:direct-q"])
+def test_what_fits_in_no_other_mode_goes_in_batches(npus: NpuPools, schedule: str) -> None:
+    """By name and by auto. The emulated A3 then works pairs of a batch off one after another."""
+    found = npus(8)(ran, schedule, A3)
+    check_exact(CASE.whole([each[0] for each in found]), CASE.reference())
+    for _, name, transport, reason, made in found:
+        assert (name, transport, made) == ("direct-q", "hccl/batch", 2) and f"{RETRY} is on" in reason
+
+
+@pytest.mark.parametrize("variables", [{"P2P_HCCL_BUFFSIZE": "0"}, {"RANK_TABLE_FILE": "/etc/ranks.json"}])
+def test_batches_need_no_communicators_of_pairs(variables: dict[str, str]) -> None:
+    check_environment("hccl/batch", variables, HcclBatchTransport.by_pairs)
+    with pytest.raises(BackendUnavailable, match="or take transport 'hccl/batch'"):
+        check_environment("hccl", variables, HcclTransport.by_pairs)
+    with pytest.raises(BackendUnavailable, match="does not serve send and receive"):
+        check_environment("hccl/batch", {"HCCL_OP_EXPANSION_MODE": "AIV"}, False)
 
 
 def test_counts_are_those_of_the_ledger() -> None:

@@ -26,7 +26,7 @@ from ranks import Here
 from tokenring import ContextParallel, attention
 from tokenring.schedule.families import FAMILIES, parse
 
-TRANSPORTS = ("hccl", "hccl/channel", "hccl/pair")
+TRANSPORTS = ("hccl", "hccl/channel", "hccl/pair", "hccl/batch")
 RANKS = range(2, 9)
 CHUNKS = {"zigzag": 2, "contiguous": 1, "striped": 1}
 FACTORS: dict[str, tuple[Any, ...]] = {

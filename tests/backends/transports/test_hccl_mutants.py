@@ -110,6 +110,9 @@ def reuse_early(program: Program) -> Program:
         ("direct-kv", "hccl", swap_sends_of_lane, r"another message of the same size, which would go unnoticed"),
         ("direct-kv", "hccl/channel", swap_order_of_pair, r"both (send|receive), which would hang"),
         ("direct-kv", "hccl/pair", swap_order_of_pair, r"both (send|receive), which would hang"),
+        ("direct-kv", "hccl/batch", swap_sends_of_lane, r"another message of the same size, which would go unnoticed"),
+        ("ring", "hccl/batch", compute_before_wait, r"reads the buffer of rank 1's receive from rank 0"),
+        ("ring", "hccl/batch", reuse_early, r"(reads|writes) the buffer of rank 1's (send|receive)"),
         ("ring", "hccl", drop_wait_for_receive, r"reads the buffer of rank 1's receive from rank 0"),
         ("ring", "hccl", drop_wait_for_send, r"never waited for: rank 1's send to rank \d|buffer of rank 1's send"),
         ("ring", "hccl", compute_before_wait, r"reads the buffer of rank 1's receive from rank 0"),
@@ -183,6 +186,7 @@ def _waits_first(act: Callable[..., Any], *given: Any, **how: Any) -> Any:
 @pytest.mark.parametrize(
     ("schedule", "transport", "kernel", "mutant"),
     [
+        ("tokenring", "hccl/batch", "npu-fusion", "send"),
         ("tokenring", "hccl", "npu-fusion", "send"),
         ("tokenring", "hccl", "reference", "send"),
         ("direct-kv", "hccl/pair", "npu-fusion", "backward"),

@@ -20,6 +20,7 @@ from patience import patient
 from torch._C._distributed_c10d import Work
 
 from ascend.device import NpuTensor, raw
+from ascend.hccl_batches import SendsBatches, retries
 from ascend.hccl_ledger import MEGABYTE, HcclError, InUse, NotedCollective, extent, label, ledger, limits
 from ascend.hccl_streams import (
     Batch,
@@ -198,7 +199,7 @@ class Collective:
             x.copy_(made)
 
 
-class HcclGroup(dist.ProcessGroup):
+class HcclGroup(SendsBatches, dist.ProcessGroup):
     """One process group: a communicator for each peer, made when first used, and one of all ranks."""
 
     def __init__(self, store: Any, rank: int, size: int, name: str, timeout: timedelta) -> None:
@@ -209,6 +210,7 @@ class HcclGroup(dist.ProcessGroup):
         self._all: GroupStream | None = None
         self._gloo: Any = None
         self._met = False  # all ranks, in the communicator of the group
+        self._links = set[int]()  # ranks that batches have met there
         self._batch: list[Transfer] | None = None
         self.p2p_bytes = 2 * MEGABYTE * int(os.environ.get("P2P_HCCL_BUFFSIZE", P2P_MEGABYTES))
         self.group_bytes = 2 * MEGABYTE * int(os.environ.get("HCCL_BUFFSIZE", GROUP_MEGABYTES))
@@ -226,9 +228,7 @@ class HcclGroup(dist.ProcessGroup):
         return self._message("recv", tensors, src)
 
     def _message(self, kind: str, tensors: list[torch.Tensor], peer: int) -> Any:
-        HcclWork.raise_late()
-        if os.environ.get("HCCL_OP_EXPANSION_MODE") == "AIV":
-            raise HcclError(f"rank {self.rank()}: HCCL_OP_EXPANSION_MODE=AIV does not serve send and receive")
+        self._check_mode()
         (tensor,) = tensors
         memory = self._checked(tensor, f"{kind} with rank {peer}")
         if peer == self.rank() or not 0 <= peer < self.size():
@@ -246,6 +246,11 @@ class HcclGroup(dist.ProcessGroup):
         stream.post(transfer)
         return self._under_way(transfer.name, partial(stream.finish, transfer))
 
+    def _check_mode(self) -> None:
+        HcclWork.raise_late()
+        if os.environ.get("HCCL_OP_EXPANSION_MODE") == "AIV":
+            raise HcclError(f"rank {self.rank()}: HCCL_OP_EXPANSION_MODE=AIV does not serve send and receive")
+
     def _make_pair(self, peer: int) -> None:
         """Refuses what the real ones are not known to do, before a communicator of two ranks is made.
 
@@ -258,9 +263,10 @@ class HcclGroup(dist.ProcessGroup):
         same = [each.group for each in ledger.communicators if each.peers == f"{low}:{high}"]
         if os.path.isfile(os.environ.get("RANK_TABLE_FILE", "")) and same:
             raise HcclError(f"rank {self.rank()}: {self.group_id} and {same[0]} have a sub-communicator of one id")
-        asked = any(f"L{level}:1" in os.environ.get("HCCL_OP_RETRY_ENABLE", "").replace(" ", "") for level in range(3))
-        on_a3 = torch.get_device_module("npu").get_device_name().startswith("Ascend910_93")
-        if asked and on_a3 and len(ledger.communicators) >= limits.retrying:
+        self._check_room()
+
+    def _check_room(self) -> None:
+        if retries() and len(ledger.communicators) >= limits.retrying:
             raise HcclError(f"rank {self.rank()}: AI CPU cores are full with {len(ledger.communicators)} communicators")
 
     def _under_way(self, name: str, finish: Callable[[], None]) -> HcclWork:
@@ -304,6 +310,7 @@ class HcclGroup(dist.ProcessGroup):
 
     def _in_turn(self, entry: Entry, name: str) -> HcclWork:
         if self._all is None:
+            self._check_room()
             self._all = GroupStream(self._store, self.rank(), self.group_id, self.group_bytes)
         stream = self._all
         stream.put(entry)

@@ -18,6 +18,7 @@ from ascend.hccl_watch import watch
 from tokenring import ContextParallel, attention, shard
 from tokenring.backends.interfaces import Transport, Work
 from tokenring.backends.transports.hccl import HcclTransport
+from tokenring.backends.transports.hccl_batches import HcclBatchTransport
 from tokenring.backends.transports.hccl_collectives import HcclCollectivesTransport
 from tokenring.lowering.program import Program
 
@@ -60,6 +61,14 @@ class LabelledCollectives(Labelled, HcclCollectivesTransport):
             return super().all_gather(data, recvs, ranks, label)
 
 
+class LabelledBatches(HcclBatchTransport):
+    """The same for batches, which begin later than their messages are posted: a line for each."""
+
+    def _begin(self, group: Any, posts: Any) -> Any:
+        with labelled("\n".join(post.label for post in posts)):
+            return super()._begin(group, posts)
+
+
 def labelled_transport(name: str, group: Any, seconds: float) -> Transport:
     """The transport of that name, with labels."""
     from tokenring.lowering.backend_names import transport_class
@@ -67,6 +76,8 @@ def labelled_transport(name: str, group: Any, seconds: float) -> Transport:
     made = transport_class(name)
     if made is HcclCollectivesTransport:
         return LabelledCollectives(group, seconds)
+    if made is HcclBatchTransport:
+        return LabelledBatches(group, seconds)
     return type("Labelled", (Labelled, made), {})(group, seconds)  # type: ignore[no-any-return]
 
 

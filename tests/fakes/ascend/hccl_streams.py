@@ -243,6 +243,8 @@ class Entry(Protocol):
 class Batch:
     """One message, or several that move together."""
 
+    apart = False  # from one to another and back are counted apart, even of one message
+
     def __init__(self, transfers: list[Transfer]) -> None:
         self.transfers, self.done = transfers, False
 
@@ -322,7 +324,7 @@ class GroupStream(Stream):
     def put(self, entry: Entry) -> None:
         if isinstance(entry, Batch):
             for transfer in entry.transfers:
-                self.mail.number(transfer, batched=len(entry.transfers) > 1)
+                self.mail.number(transfer, batched=entry.apart or len(entry.transfers) > 1)
         self.queue.post(entry, self.mail)
 
 

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 
 from tokenring.api.attention import attend
+from tokenring.api.caching.checks import Form, agree_on_form, checked_call
 from tokenring.api.caching.filling import Runs, runs_of
 from tokenring.api.caching.memory import CacheMemory, Home
 from tokenring.api.caching.model_step import ModelStep
 from tokenring.api.caching.one_token import OneToken, one_token
 from tokenring.api.caching.rows import merged, rows_over
-from tokenring.errors import ConfigurationError
-from tokenring.runtime.bound_kernel import checked_scale
+from tokenring.errors import UnsupportedError
+from tokenring.runtime.agreement import refusing
 from tokenring.runtime.cached_kernel import Partial, cached_partial
 from tokenring.runtime.partials import Rows
 from tokenring.sequence.layout import Layout, Positions
@@ -32,45 +33,57 @@ def attended(
             return attended(q, k, v, cache, layer, home, scale, wants_lse)
     step = cache.current
     if isinstance(step, ModelStep):
-        if (found := _short(q, k, v, cache, layer, step)) is not None:
+        if (found := _short(q, k, v, cache, layer, step, scale)) is not None:
             assert k is not None and v is not None
-            return found.attend(q, k, v, layer, checked_scale(scale, q.shape[-1]), wants_lse, step.number)
-        return _call(q, k, v, cache, layer, step, scale, wants_lse)
+            return found.attend(q, k, v, layer, wants_lse, step.number)
+        form = checked_call(q, k, v, cache, layer, step, scale)
+        agree_on_form(form, cache, layer, step, q.shape[1] if k is None else None)
+        return _call(q, k, v, cache, layer, step, form, wants_lse)
+
+    made: list[Form] = []
+
+    def check(step: ModelStep) -> dict[str, object]:
+        made.append(checked_call(q, k, v, cache, layer, step, scale))
+        return made[0].described(q.shape[1] if k is None else None)
+
     rows = q.shape[1] if isinstance(q, torch.Tensor) and q.dim() == 4 else 1
-    with ModelStep(cache, rows, home, layer=layer, reads=k is None) as step:
-        return _call(q, k, v, cache, layer, step, scale, wants_lse)
+    with ModelStep(cache, rows, home, layer=layer, reads=k is None and v is None, call=check) as step:
+        return _call(q, k, v, cache, layer, step, made[0], wants_lse)
+
+
+def refuse_gradients(cache: CacheMemory) -> None:
+    """Raise UnsupportedError; outside of a step on all ranks, which are about to agree."""
+    refused = UnsupportedError("cached_attention has no backward: call it under torch.no_grad() or inference_mode()")
+    if cache.current is not None:
+        raise refused
+    with refusing(cache.cp, "forward", cache.device):
+        raise refused
 
 
 def _short(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, cache: CacheMemory, layer: int, step: ModelStep
-) -> OneToken | None:
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, cache: CacheMemory, layer: int, step: ModelStep,
+    scale: float | None,
+) -> OneToken | None:  # fmt: skip
     """Return the short way of a decode step, if this call takes it; made once for layers that hold the same."""
     if step.tokens != 1 or k is None or v is None or type(layer) is not int or not 0 <= layer < cache.layers:
         return None
     found = step.short
-    if not isinstance(found, OneToken) or found.filled is not cache.filled[layer]:
-        found = step.short = one_token(q, cache, layer, step)
+    if not isinstance(found, OneToken) or not found.serves(cache.filled[layer], scale):
+        found = step.short = one_token(q, cache, layer, step, scale)
     if found is None or (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype) != found.key:
         return None
-    return found if q.is_contiguous() and q.device.type == k.device.type == v.device.type == "cpu" else None
+    if cache.forms[layer] != found.form:  # the ranks have not agreed on it
+        return None
+    return found if q.is_cpu and k.is_cpu and v.is_cpu and q.is_contiguous() else None
 
 
 def _call(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, cache: CacheMemory, layer: int, step: ModelStep,
-    scale: float | None, wants_lse: bool,
+    form: Form, wants_lse: bool,
 ) -> Made:  # fmt: skip
-    if (k is None) != (v is None):
-        raise ConfigurationError("cached_attention: give both k and v, or neither to read only")
-    _check_call(q, cache, layer, step)
-    scale = checked_scale(scale, q.shape[-1])
+    scale = form.scale
     if k is None or v is None:
-        if step.layout is not None and cache.cp.world_size > 1:
-            raise ConfigurationError(
-                f"a read in step {step.number}, whose rows are each rank's own: reading is for rows that every rank has"
-                f"; give k and v, or read in a step of q_home='all'"
-            )
         return _read(q, cache, layer, step, scale, wants_lse)
-    _check_new(q, k, v, cache, layer, step)
     if step.layout is not None and cache.cp.world_size > 1:
         return _attend_own(q, k, v, cache, layer, step, step.layout, scale)
     return _attend_shared(q, k, v, cache, layer, step, scale, wants_lse)
@@ -170,42 +183,3 @@ def _attend_own(
         found = exchange.own(q, sealed, lambda: new, f"rows and results of layer {layer} in step {step.number}")
     cache.sharded(layer, k.transpose(1, 2), v.transpose(1, 2), layout)
     return found
-
-
-# ---------- checks
-
-
-def _check_call(q: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep) -> None:
-    """Raise ConfigurationError unless q and the layer fit the cache and its step."""
-    if not isinstance(q, torch.Tensor):
-        raise ConfigurationError(f"q is of type {type(q).__name__}; give a tensor [B, T, H, D]")
-    if not isinstance(layer, int) or not 0 <= layer < cache.layers:
-        raise ConfigurationError(f"layer={layer!r}: the cache has layers 0 to {cache.layers - 1}")
-    if step.layer is not None and step.layer != layer:
-        raise ConfigurationError(f"layer {layer} in a step of layer {step.layer}")
-    if q.dim() != 4 or q.shape[0] != cache.batch or q.shape[3] != cache.head_dim or q.shape[2] % cache.kv_heads:
-        raise ConfigurationError(
-            f"q is {list(q.shape)}: this cache takes [{cache.batch}, T, Hq, {cache.head_dim}] with Hq a multiple of "
-            f"{cache.kv_heads}"
-        )
-    if q.dtype != cache.dtype or q.device != cache.device:
-        raise ConfigurationError(f"q is {q.dtype} on {q.device}, and the cache {cache.dtype} on {cache.device}")
-
-
-def _check_new(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep
-) -> None:
-    """Raise ConfigurationError unless new keys and values fit q, the cache and the step."""
-    tokens = step.local_tokens
-    if cache.filled[layer].length != step.before:
-        raise ConfigurationError(f"layer {layer} has its tokens of step {step.number}: call it once in each step")
-    if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
-        raise ConfigurationError(f"k and v are of type {type(k).__name__} and {type(v).__name__}; give tensors")
-    wanted = [(cache.batch, tokens, cache.kv_heads, width) for width in (cache.head_dim, cache.value_dim)]
-    if q.shape[1] != tokens or k.shape != wanted[0] or v.shape != wanted[1]:
-        raise ConfigurationError(
-            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: step {step.number} has {tokens} tokens at rank "
-            f"{cache.cp.rank}, so give k {list(wanted[0])} and v {list(wanted[1])}"
-        )
-    if k.dtype != cache.dtype or v.dtype != cache.dtype:
-        raise ConfigurationError(f"k is {k.dtype}, v {v.dtype}, and the cache {cache.dtype}: give them as it is")

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
+from tokenring.api.caching.agreeing import agree_together
 from tokenring.api.inputs import check_context
 from tokenring.errors import ConfigurationError
+from tokenring.runtime.agreement import Description, refusing
 from tokenring.sequence.layout import as_integer
 
 if TYPE_CHECKING:
     from tokenring.api.context import ContextParallel
-    from tokenring.backends.interfaces import Transport
     from tokenring.runtime.partials import PartialExchange, Rows
 
 CombineHome = Literal["heads", "all"]
+AGREED_SIZES = 1024  # that a context remembers
 
 
 @overload
@@ -58,13 +60,8 @@ def combine(
     the first call of each. Raises ConfigurationError (sizes, heads that do not divide) and PeerLost.
     """
     check_context(cp)
-    if out.dim() != 3 or lse.shape != out.shape[:2] or lse.dtype != torch.float32:
-        raise ConfigurationError(
-            f"combine wants out [B, H, D] and lse [B, H] in float32; got {list(out.shape)} and {list(lse.shape)} in "
-            f"{lse.dtype}"
-        )
-    if q_home not in ("heads", "all"):
-        raise ConfigurationError(f"q_home={q_home!r}: write 'heads' for this rank's part of the heads, or 'all'")
+    with Hearing(cp, out):
+        _check_partial(out, lse, cp, q_home)
     lse = lse if is_lse_base_on_e else lse * math.log(2.0)
     empty = ~lse.isfinite()
     out, lse = out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
@@ -80,8 +77,10 @@ def gather_queries(q: torch.Tensor, cp: ContextParallel) -> torch.Tensor:
     Ranks agree on the sizes at the first call of each. Raises ConfigurationError and PeerLost.
     """
     check_context(cp)
-    if q.dim() != 3:
-        raise ConfigurationError(f"gather_queries wants q [B, H/P, D]; got {list(q.shape)}")
+    with Hearing(cp, q):
+        cp.check_open()
+        if not isinstance(q, torch.Tensor) or q.dim() != 3:
+            raise ConfigurationError(f"gather_queries wants a tensor q [B, H/P, D]; got {_shape(q)}")
     if cp.world_size == 1:
         return q
     from tokenring.runtime.partials import Rows
@@ -102,7 +101,11 @@ def local_lengths(
     size = as_integer(interleave)
     if size is None or size < 1:
         raise ConfigurationError(f"interleave={interleave!r}: give the tokens that go to a rank in turn, from 1 on")
-    at = cp.rank if rank is None else rank
+    at = cp.rank if rank is None else as_integer(rank)
+    if at is None or not 0 <= at < cp.world_size:
+        raise ConfigurationError(f"rank={rank!r}: the context has ranks 0 to {cp.world_size - 1}")
+    if not isinstance(seq_lens, torch.Tensor) or seq_lens.is_floating_point():
+        raise ConfigurationError(f"local_lengths wants a tensor of integers; got {_shape(seq_lens)}")
     whole = seq_lens.div(size * cp.world_size, rounding_mode="floor")
     rest = seq_lens - whole * size * cp.world_size
     return whole * size + (rest - at * size).clamp(0, size)
@@ -117,8 +120,6 @@ def _combined(
     (batch, heads, width), world = out.shape, cp.world_size
     if world == 1:
         return out.float(), lse
-    if home == "heads" and heads % world:
-        raise ConfigurationError(f"{heads} heads do not divide over {world} ranks: combine them with q_home='all'")
     part = heads // world if home == "heads" else heads
     found = _exchange(cp, home, Rows(batch, part, 1, width, out.dtype), width, out.device)
     made, total = found.combined(out[:, :, None], lse[:, :, None], "partial results")
@@ -126,16 +127,62 @@ def _combined(
 
 
 def _exchange(cp: ContextParallel, home: str, rows: Rows, q_width: int, device: torch.device) -> PartialExchange:
-    """Return the exchange of calls of one size; the first call of it is one on which ranks agree."""
+    """Return the exchange of calls of one size; the first call of it is one on which ranks agree.
+
+    The context remembers on which, as what is bound to memory may differ by rank.
+    """
     from tokenring.runtime.partials import exchange_of
 
-    pool, transport = cp.pool(device), cp.transport_for(device)
+    size = device.type, home, rows, q_width
+    if size not in cp.agreed_sizes:
+        fields = {"pass": "combine", "q_home": home, **rows._asdict(), "width of q": q_width, "device": device.type}
+        agree_together(cp, device, Description.of(fields))
+        while len(cp.agreed_sizes) >= AGREED_SIZES:  # on all ranks alike
+            cp.agreed_sizes.pop(next(iter(cp.agreed_sizes)))
+        cp.agreed_sizes[size] = None
+    transport = cp.transport_for(device)
     assert transport is not None  # there are several ranks
+    return exchange_of(transport, cp.pool(device), home, rows, q_width)
 
-    def agreed(transport: Transport) -> None:
-        from tokenring.runtime.agreement import Description, agree, settle
 
-        agree(transport, Description.of({"pass": "combine", "q_home": home, **rows._asdict(), "width of q": q_width}))
-        settle(transport)
+# ---------- checks
 
-    return exchange_of(transport, pool, home, rows, q_width, agreed)
+
+class Hearing(refusing):
+    """A guard around this rank's checks of a call on which ranks agree only the first time that they make it."""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, cp: ContextParallel, *given: object) -> None:
+        """Guard a call with these tensors."""
+        super().__init__(cp, "forward", *given)
+        self._context = cp
+
+    def speak(self, reason: str, taken: object = None) -> None:
+        """Refuse the context's first call together; later the others may wait for results: give them up."""
+        if not self._context.agreed_sizes:
+            super().speak(reason)
+        elif (transport := self.speaker()) is not None:
+            transport.fail(ConfigurationError(reason))
+
+
+def _check_partial(out: torch.Tensor, lse: torch.Tensor, cp: ContextParallel, home: str) -> None:
+    cp.check_open()
+    if not isinstance(out, torch.Tensor) or not isinstance(lse, torch.Tensor):
+        raise ConfigurationError(f"combine wants tensors out and lse; got {_shape(out)} and {_shape(lse)}")
+    if out.dim() != 3 or lse.shape != out.shape[:2] or lse.dtype != torch.float32 or lse.device != out.device:
+        raise ConfigurationError(
+            f"combine wants out [B, H, D] and lse [B, H] in float32 on one device; got {_shape(out)} and {_shape(lse)}"
+        )
+    if home not in ("heads", "all"):
+        raise ConfigurationError(f"q_home={home!r}: write 'heads' for this rank's part of the heads, or 'all'")
+    if home == "heads" and out.shape[1] % cp.world_size:
+        raise ConfigurationError(
+            f"{out.shape[1]} heads do not divide over {cp.world_size} ranks: combine them with q_home='all'"
+        )
+
+
+def _shape(given: object) -> str:
+    if not isinstance(given, torch.Tensor):
+        return f"a {type(given).__name__}"
+    return f"{list(given.shape)} in {given.dtype} on {given.device}"

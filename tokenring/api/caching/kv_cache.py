@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from tokenring.api.caching.filling import Filled, Room, places
-from tokenring.api.caching.memory import CacheMemory, Home, Starts
+from tokenring.api.caching.memory import NOTHING, CacheMemory, Home, Starts
 from tokenring.api.inputs import check_context
 from tokenring.api.standing import Standing
 from tokenring.errors import ConfigurationError, UnsupportedError
@@ -39,8 +39,8 @@ class KVCache(CacheMemory, Standing):
     """
 
     _internal: ClassVar[frozenset[str]] = frozenset((
-        "appended", "current", "exchange", "filled", "keys", "open_keys", "open_values", "room", "sealed", "sharded",
-        "sight", "steps", "values",
+        "appended", "check_open", "current", "differing", "exchange", "filled", "forms", "history", "keys", "note",
+        "open_keys", "open_values", "opened", "room", "sealed", "sharded", "sight", "steps", "values",
     ))  # fmt: skip
 
     def __init__(
@@ -81,9 +81,10 @@ class KVCache(CacheMemory, Standing):
         return self.room.page
 
     def __repr__(self) -> str:
+        state = "" if self.keys else ", closed"
         return (
             f"KVCache({self.length} of {self.capacity} tokens, {self.local_length} of them at rank {self.cp.rank} of "
-            f"{self.cp.world_size}, {self.layers} layers, {self.nbytes} bytes)"
+            f"{self.cp.world_size}, {self.layers} layers, {self.nbytes} bytes{state})"
         )
 
     # ---------- what it is told
@@ -99,13 +100,28 @@ class KVCache(CacheMemory, Standing):
 
         return ModelStep(self, token_ids, q_home)
 
-    def crop(self, length: int) -> None:
-        """Keep the first `length` tokens; a negative number: drop so many. No rank sends anything."""
+    def crop(self, keep: int) -> None:
+        """Keep the first `keep` tokens, from 0 on. All ranks call it alike; no rank sends anything."""
         self._outside_a_step("crop")
-        wanted = as_integer(length)
-        if wanted is None:
-            raise ConfigurationError(f"crop({length!r}): give the number of tokens to keep, or, below 0, to drop")
-        keep = max(0, self.length + wanted) if wanted < 0 else wanted
+        wanted = as_integer(keep)
+        if wanted is None or wanted < 0:
+            raise ConfigurationError(
+                f"crop({keep!r}): give how many tokens to keep, from 0 on; drop(n) drops the newest n"
+            )
+        self._keep(wanted)
+
+    def drop(self, count: int) -> None:
+        """Drop the newest `count` tokens, from 0 on; more than there are: all. Else as `crop`."""
+        self._outside_a_step("drop")
+        wanted = as_integer(count)
+        if wanted is None or wanted < 0:
+            raise ConfigurationError(f"drop({count!r}): give how many of the newest tokens to drop, from 0 on")
+        self._keep(max(0, self.length - wanted))
+
+    def _keep(self, keep: int) -> None:
+        if all(filled.length <= keep for filled in self.filled):
+            return
+        self.note(f"keep {keep}")
         done: dict[Filled, Filled] = {}
         for layer, filled in enumerate(self.filled):
             if filled.length <= keep:
@@ -122,12 +138,17 @@ class KVCache(CacheMemory, Standing):
     def reorder(self, rows: torch.Tensor) -> None:
         """Let row i of the batch go on with what row rows[i] has cached, as beam search does. rows: int64 [B]."""
         self._outside_a_step("reorder")
+        if not isinstance(rows, torch.Tensor):
+            raise ConfigurationError(f"reorder wants a tensor of row numbers, int64; got a {type(rows).__name__}")
         if rows.shape != (self.batch,) or rows.dtype not in (torch.int64, torch.int32):
             raise ConfigurationError(
                 f"reorder wants {self.batch} row numbers, int64; got {list(rows.shape)} in {rows.dtype}"
             )
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch:
             raise ConfigurationError(f"reorder wants row numbers from 0 to {self.batch - 1}; got {rows.tolist()}")
+        if rows.tolist() == list(range(self.batch)):
+            return
+        self.note(f"rows {rows.tolist()}")
         rows = rows.to(self.device)
         for layer, filled in enumerate(self.filled):
             sealed, opened = filled.counts[self.cp.rank], filled.open
@@ -143,14 +164,16 @@ class KVCache(CacheMemory, Standing):
         """Forget all tokens, for another sequence in the same memory. starts: its padding, as above."""
         self._outside_a_step("reset")
         self._pad(starts)
-        self.filled = [self._empty] * self.layers
+        self.filled, self.history = [self._empty] * self.layers, NOTHING
 
     def close(self) -> None:
-        """Give back the memory."""
+        """Give back the memory; closing twice is fine, and every other use is refused."""
         self.keys, self.values, self.open_keys, self.open_values = [], [], [], []
-        self.filled = [self._empty]
+        self.opened, self._sealed = [], []
+        self.filled = [self._empty] * self.layers
 
     def _outside_a_step(self, what: str) -> None:
+        self.check_open()
         if self.current is not None:
             raise ConfigurationError(f"{what} inside of a step: end the `with cache.step(...)` before")
 
@@ -163,11 +186,11 @@ def _size(name: str, given: object) -> int:
 
 
 def _windows(window: int | Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
-    if window is None or isinstance(window, int):
-        found: tuple[int | None, ...] = (window,) * layers
-    else:
-        found = tuple(window)
-    if len(found) != layers or any(each is not None and (as_integer(each) or 0) < 1 for each in found):
+    several = hasattr(window, "__iter__") and not isinstance(window, str)
+    given: tuple[object, ...] = tuple(window) if several else (window,) * layers  # type: ignore[arg-type]
+    found = tuple(map(as_integer, given))
+    wrong = [size for size, each in zip(found, given, strict=True) if each is not None and (size or 0) < 1]
+    if len(found) != layers or wrong:
         raise ConfigurationError(
             f"KVCache: window={window!r}; give a number from 1 on, or one (or None) for each of {layers} layers"
         )

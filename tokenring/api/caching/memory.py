@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from tokenring.runtime.partials import PartialExchange, Rows
 
 Home = Literal["all", "tokens"]
+NOTHING = "none"  # of the operations that ranks compare
 Starts = Sequence[int] | torch.Tensor | None  # the first token of each row of a batch that is padded on its left
 
 
@@ -23,6 +25,9 @@ class CacheMemory:
     """Keys and values [B, Hkv, tokens, D] of each layer, heads first, as kernels read them.
 
     filled: by layer, what it holds. steps: how many were begun; current: the one that has not ended.
+    opened: the open keys and values of all layers, [layers, B, Hkv, tokens, D].
+    forms: by layer, the query heads and the scale on which the ranks have agreed. history: a digest of what was
+    cropped, dropped and reordered since the cache was empty.
     """
 
     def __init__(
@@ -32,22 +37,23 @@ class CacheMemory:
         self.cp, self.layers, self.batch, self.kv_heads, self.room = cp, layers, batch, kv_heads, room
         self.head_dim, self.value_dim = widths
         self.dtype, self.device, self.windows = dtype, device, windows
-        self.steps = 0
+        self.steps, self.history = 0, NOTHING
+        self.forms: list[tuple[int, float] | None] = [None] * layers
         self.current: object | None = None
-        self.keys, self.values = self._memory(room.sealed)
-        self.open_keys, self.open_values = self._memory(room.open)
+        self.keys, self.values = ([self._memory(room.sealed, width) for _ in range(layers)] for width in widths)
+        self.device = self.keys[0].device  # with its number, as tensors say it
+        self.opened = [self._memory(room.open, width, layers) for width in widths]
+        self.open_keys, self.open_values = (list(each.unbind(0)) for each in self.opened)
+        self._sealed: list[tuple[int, torch.Tensor, torch.Tensor] | None] = [None] * layers  # as it was given out last
         self._empty = Filled.empty(room.ranks)
         self.filled = [self._empty] * layers
         self._pad(starts)
 
-    def _memory(self, tokens: int) -> list[list[torch.Tensor]]:
-        """Allocate memory for so many tokens of keys and of values, for each layer."""
-        shape = self.batch, self.kv_heads, tokens
+    def _memory(self, tokens: int, width: int, *layers: int) -> torch.Tensor:
+        """Allocate memory for so many tokens of keys or values, of one layer or several."""
         with torch.inference_mode(False):  # it may be used in another mode than it was made in
-            return [
-                [torch.empty(*shape, width, dtype=self.dtype, device=self.device) for _ in range(self.layers)]
-                for width in (self.head_dim, self.value_dim)
-            ]
+            shape = *layers, self.batch, self.kv_heads, tokens, width
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def _pad(self, starts: Starts) -> None:
         found = None if starts is None else [as_integer(each) for each in _list(starts)]
@@ -83,16 +89,45 @@ class CacheMemory:
 
     def positions(self, layer: int = 0) -> torch.Tensor:
         """Return the position of each token that lies at this rank, sealed and then open ones: int64 [n]."""
-        filled = self.filled[layer]
+        filled = self._of_layer(layer)
         return places((*filled.sealed[self.cp.rank], *filled.open_runs), self.device)
 
     def held(self, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the keys and values that lie at this rank, [B, n, Hkv, D], in the order of `positions`."""
-        filled, rank = self.filled[layer], self.cp.rank
+        filled, rank = self._of_layer(layer), self.cp.rank
         sealed, opened = filled.counts[rank], filled.open
         keys = torch.cat([self.keys[layer][:, :, :sealed], self.open_keys[layer][:, :, :opened]], dim=2)
         values = torch.cat([self.values[layer][:, :, :sealed], self.open_values[layer][:, :, :opened]], dim=2)
         return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def _of_layer(self, layer: int) -> Filled:
+        self.check_open()
+        at = as_integer(layer)
+        if at is None or not 0 <= at < self.layers:
+            raise ConfigurationError(f"layer={layer!r}: the cache has layers 0 to {self.layers - 1}")
+        return self.filled[at]
+
+    # ---------- what ranks compare
+
+    def check_open(self) -> None:
+        """Raise ConfigurationError once the cache is closed."""
+        if not self.keys:
+            raise ConfigurationError("this KVCache was closed; make another one, or close it after the last step")
+
+    def note(self, what: str) -> None:
+        """Add an operation to the history, which the ranks compare at the next step."""
+        self.history = hashlib.sha256(f"{self.history} {what}".encode()).hexdigest()[:16]
+
+    def differing(self) -> str:
+        """Return what layers hold, where some hold other tokens than others or at other ranks."""
+        distinct = dict.fromkeys(self.filled)  # layers in one state share it
+        if len(distinct) == 1:
+            return "alike"
+        texts = {each: repr((each.length, each.sealed, each.open_runs)) for each in distinct}
+        if len(set(texts.values())) == 1:
+            return "alike"
+        digest = hashlib.sha256("".join(texts[each] for each in self.filled).encode()).hexdigest()[:16]
+        return f"{sorted({each.length for each in distinct})} tokens, {digest}"
 
     # ---------- for cached_attention
 
@@ -102,8 +137,11 @@ class CacheMemory:
 
     def sealed(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's sealed keys and values of a layer: [B, Hkv, n, D]."""
-        count = self.filled[layer].counts[self.cp.rank]
-        return self.keys[layer].narrow(2, 0, count), self.values[layer].narrow(2, 0, count)
+        count, last = self.filled[layer].counts[self.cp.rank], self._sealed[layer]
+        if last is None or last[0] != count:
+            last = count, self.keys[layer].narrow(2, 0, count), self.values[layer].narrow(2, 0, count)
+            self._sealed[layer] = last
+        return last[1], last[2]
 
     def appended(self, layer: int, k: torch.Tensor, v: torch.Tensor, after: Appended, written: bool) -> None:
         """Append new keys and values [B, Hkv, T, D], which every rank has, as `after` says.
@@ -146,4 +184,7 @@ class CacheMemory:
 
 
 def _list(given: object) -> list[object]:
-    return given.tolist() if isinstance(given, torch.Tensor) else list(given)  # type: ignore[call-overload]
+    try:
+        return given.reshape(-1).tolist() if isinstance(given, torch.Tensor) else list(given)  # type: ignore[call-overload]
+    except TypeError:
+        raise ConfigurationError(f"starts={given!r}: give the first token of each row, integers from 0 on") from None

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenring.backends.interfaces import Transport
+from tokenring.api.caching.agreeing import agree_together
 from tokenring.errors import ConfigurationError, PeerLost
-from tokenring.runtime.agreement import Description, Disagreement, agree, refusing, settle
+from tokenring.runtime.agreement import Description, Disagreement, named_digest, refusing
 from tokenring.sequence.layout import Layout, as_integer
 from tokenring.sequence.mask import Causal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tokenring.api.caching.memory import CacheMemory, Home
 
 SHOWN_IDS = 8  # of the last token of each row, in an error
@@ -24,13 +26,15 @@ class ModelStep:
 
     layer: the only one that it is of; None: all. reads: it appends nothing. tokens: that are new, over all ranks, and
     local_tokens those of this rank. before: tokens that were cached when it began.
+    call: of a step that is one call alone: it checks that call, and returns what ranks compare of it.
     """
 
     def __init__(
         self, cache: CacheMemory, token_ids: torch.Tensor | int, home: Home, *, layer: int | None = None,
-        reads: bool = False,
+        reads: bool = False, call: Callable[[ModelStep], dict[str, object]] | None = None,
     ) -> None:  # fmt: skip
         self.cache, self._given, self.home, self.layer, self.reads = cache, token_ids, home, layer, reads
+        self._call, self._of_call = call, {}  # type: ignore[var-annotated]
         self.tokens = self.local_tokens = self.before = 0
         self.number = cache.steps + 1
         self.layout: Layout | None = None  # of the new tokens, where they are sharded
@@ -42,26 +46,34 @@ class ModelStep:
         with cache.cp.turn:
             with refusing(cache.cp, "forward", cache.device):
                 self._check()
-            self._agree()
+                self._of_call = {} if self._call is None else self._call(self)
+            self._call = None
+            if cache.cp.world_size > 1:
+                agree_together(cache.cp, cache.device, self._description())
         cache.current, cache.steps = self, self.number
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End the step; where it fails on one rank, the others hear of it and wait no longer."""
         cache, cache.current = self.cache, None
-        if error is None:
-            due = self.before + self.tokens
-            short = [layer for layer in self._layers if cache.filled[layer].length != due]
-            if short:
-                raise ConfigurationError(
-                    f"step {self.number} is of {self.tokens} tokens, and layer {short[0]} holds "
-                    f"{cache.filled[short[0]].length} where {due} are due: call cached_attention once for each of the "
-                    f"{cache.layers} layers"
-                )
-        elif not isinstance(error, (PeerLost, Disagreement)):
+        found = self._missing() if error is None else error
+        if found is not None and not isinstance(found, (PeerLost, Disagreement)):
             transport = cache.cp.made_transport(cache.device)
             if transport is not None:
-                transport.fail(error)
+                transport.fail(found)
+        if error is None and found is not None:
+            raise found
+
+    def _missing(self) -> ConfigurationError | None:
+        """Return the error for a layer that was not called; None: all were."""
+        filled, due = self.cache.filled, self.before + self.tokens
+        short = [layer for layer in self._layers if filled[layer].length != due]
+        if not short:
+            return None
+        return ConfigurationError(
+            f"step {self.number} is of {self.tokens} tokens, and layer {short[0]} holds {filled[short[0]].length} "
+            f"where {due} are due: call cached_attention once for each of the {self.cache.layers} layers"
+        )
 
     @property
     def _layers(self) -> range:
@@ -74,11 +86,17 @@ class ModelStep:
         cache.cp.check_open()
         if cache.current is not None:
             raise ConfigurationError(f"step {cache.steps} has not ended: end its `with` before the next step")
-        if not cache.keys:
-            raise ConfigurationError("this KVCache was closed; make another one, or close it after the last step")
-        if self.layer is not None and not 0 <= self.layer < cache.layers:
+        cache.check_open()
+        if self.layer is not None and not 0 <= (-1 if (one := as_integer(self.layer)) is None else one) < cache.layers:
             raise ConfigurationError(f"layer={self.layer!r}: the cache has layers 0 to {cache.layers - 1}")
-        self.before = min(cache.filled[layer].length for layer in self._layers)
+        lengths = [cache.filled[layer].length for layer in self._layers]
+        self.before = min(lengths)
+        if self.before != max(lengths):
+            most = lengths.index(max(lengths))
+            raise ConfigurationError(
+                f"layer {lengths.index(self.before)} holds {self.before} tokens, and layer {most} {lengths[most]}: a "
+                f"step goes on from one length in all layers; call crop({self.before}) on all ranks first"
+            )
         given = _number_of(self._given, cache.batch)
         if self.home not in ("all", "tokens"):
             raise ConfigurationError(
@@ -112,21 +130,6 @@ class ModelStep:
         self.local_tokens = layout.local_length
         cache.filled[self._layers[0]].after_sharded(layout, cache.room)  # has every rank room for its part?
 
-    def _agree(self) -> None:
-        cp = self.cache.cp
-        if cp.world_size == 1:
-            return
-        speaker = cp.speaker(self.cache.device)
-        assert speaker is not None  # there are several ranks
-        self._together(speaker)
-        transport = cp.transport_for(self.cache.device)
-        if transport is not None and transport is not speaker:
-            self._together(transport)
-
-    def _together(self, transport: Transport) -> None:
-        agree(transport, self._description())
-        settle(transport)
-
     def _description(self) -> Description:
         cache = self.cache
         filled = cache.filled[self._layers[0]]
@@ -146,7 +149,10 @@ class ModelStep:
             "page": cache.room.page,
             "windows": cache.windows,
             "starts": None if cache.starts is None else cache.starts.tolist(),
-            "layout": None if self.layout is None else self.layout.name,
+            "layout": None if self.layout is None else named_digest(self.layout),
+            "all layers": cache.differing(),
+            "crops, drops and reorders": cache.history,
+            **self._of_call,
         })  # fmt: skip
 
 
@@ -157,6 +163,8 @@ def _number_of(given: torch.Tensor | int, batch: int) -> int:
             raise ConfigurationError(
                 f"token_ids are {list(given.shape)}: give the new tokens of all ranks, [{batch}, T], or their number T"
             )
+        if given.is_floating_point() or given.is_complex():
+            raise ConfigurationError(f"token_ids are in {given.dtype}: give integers")
         return int(given.shape[1])
     value = as_integer(given)
     if value is None or value < 1:

@@ -6,24 +6,29 @@ Exit codes: 0 advice; 2 a wrong option, a file that cannot be read, or a model t
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tokenring.cli.advise.engines import ENGINES, Choice, Engine, Job
 from tokenring.cli.advise.models import FULL_LAYER, KNOWN, ModelFacts, read_model
-from tokenring.cli.plan.options import DTYPES, PASSES, Asked, ask
-from tokenring.cli.spelling import SIZES_TEXT
+from tokenring.cli.plan.options import Asked, ask
+from tokenring.cli.spelling import SIZES_TEXT, add_dtype, add_passes
 from tokenring.display.console import Console, Parser, read_options
 from tokenring.display.units import time_text
 from tokenring.errors import ConfigurationError
 from tokenring.gc_pause import no_collection
+from tokenring.nearest import hint
 from tokenring.planner.choosing.auto import forecast_call, make
 from tokenring.planner.choosing.kept_plans import plan_or_forecast_kept
 from tokenring.planner.choosing.plan import Forecast
 from tokenring.planner.machines.presets import PRESETS
 from tokenring.planner.simulation.predict import predict
 from tokenring.sequence.sizes import read_size
+
+FORMAT = "tokenring-advice/1"
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ def main(argv: list[str]) -> int:
     if isinstance(options, int):
         return options
     if options.engine not in ENGINES:
-        raise ConfigurationError(f"--engine {options.engine}: choose one of {', '.join(ENGINES)}")
+        like = hint(options.engine, ENGINES)
+        raise ConfigurationError(f"--engine {options.engine}: choose one of {', '.join(ENGINES)}{like}")
     model, engine = read_model(options.model), ENGINES[options.engine]
     console = Console(sys.stdout, sys.stderr, os.environ)
     with no_collection():
@@ -54,8 +60,24 @@ def main(argv: list[str]) -> int:
         priced = sorted(_priced(engine, job, asked), key=_rank)
         own = _own(asked, model)
         console.clear()
-    console.say("\n".join(advice(engine, job, priced, own)))
+    if options.json:
+        console.data(json.dumps(as_data(options.engine, job, priced, own), indent=1) + "\n")
+    else:
+        console.say("\n".join(advice(engine, job, priced, own)))
     return 0
+
+
+def as_data(engine: str, job: Job, priced: list[Priced], own: tuple[str, float | None]) -> dict[str, Any]:
+    """Return the advice as data: the choices, the fastest first, and what tokenring would take."""
+    choices = [
+        {"flags": each.option.flags, "schedule": each.option.schedule, "seconds": each.seconds, "reason": each.reason}
+        for each in priced
+    ]
+    return {
+        "format": FORMAT, "engine": engine, "model": job.model.name, "ranks": job.ranks, "tokens": job.length,
+        "passes": ["forward", "backward"] if job.training else ["forward"],
+        "choices": choices, "tokenring": {"schedule": own[0], "seconds": own[1]},
+    }  # fmt: skip
 
 
 def _rank(each: Priced) -> float:
@@ -172,9 +194,10 @@ def _parser() -> Parser:
     add("--batch", type=int, default=1, metavar="N", help="sequences (1)")
     add("--ranks", type=int, metavar="N", help="ranks in all (every accelerator)")
     add("--tp", type=int, default=1, metavar="N", help="neighbours that share the heads by tensor parallelism (1)")
-    add("--dtype", choices=DTYPES, default="bf16", help="of q, k and v (bf16)")
-    add("--passes", choices=PASSES, default="training", help="what is timed (training: both passes)")
+    add_dtype(parser, "bf16")
+    add_passes(parser, "--passes")
     add("--device", metavar="NAME", help="use this device's figures (docs/presets.md)")
     add("--tflops", type=float, metavar="N", help="use this rate of attention, whatever the device")
     add("--memory-limit", metavar="N", help="bytes a rank for what tokenring itself would need")
+    add("--json", action="store_true", help="the advice as JSON (docs/advise.md)")
     return parser

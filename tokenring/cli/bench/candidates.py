@@ -40,7 +40,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class NotRun(Exception):
-    """This candidate has nothing to do with such a case; the message says why."""
+    """A candidate that has nothing to do with such a case; the message says why."""
 
 
 class NotInstalled(Exception):
@@ -48,16 +48,16 @@ class NotInstalled(Exception):
 
 
 @dataclass(frozen=True)
-class Form:
+class TensorForm:
     """The form in which a candidate wants its tensors: from BTHD, and back to it. Neither conversion is timed."""
 
     into: Change
     back: Change
 
 
-BTHD = Form(lambda x: x, lambda x: x)
-BHTD = Form(lambda x: x.transpose(1, 2).contiguous(), lambda x: x.transpose(1, 2))
-THD = Form(lambda x: x.squeeze(0), lambda x: x.unsqueeze(0))
+BTHD = TensorForm(lambda x: x, lambda x: x)
+BHTD = TensorForm(lambda x: x.transpose(1, 2).contiguous(), lambda x: x.transpose(1, 2))
+THD = TensorForm(lambda x: x.squeeze(0), lambda x: x.unsqueeze(0))
 
 
 class RaceNote(NamedTuple):
@@ -69,21 +69,20 @@ class RaceNote(NamedTuple):
 
 @dataclass(frozen=True)
 class Runner:
-    """A candidate that is ready on this rank: `attend` takes the tokens at `positions`, in `form`."""
+    """A candidate that is ready on this rank: `attend` takes the tokens at `positions`, in `form`.
+
+    takes_part: whether this rank calls it. A rank without tokens of a split sequence does: its chunks are empty.
+    """
 
     what: str
     positions: torch.Tensor
     attend: Attend
-    form: Form = BTHD
+    form: TensorForm = BTHD
     threads: int = 1
     link_bytes: int | None = None
     load: Load | None = None
     notes: tuple[RaceNote, ...] = ()
-
-    @property
-    def takes_part(self) -> bool:
-        """True if this rank holds tokens for the candidate."""
-        return self.positions.numel() > 0
+    takes_part: bool = True
 
 
 @dataclass
@@ -219,6 +218,7 @@ def _one_process_runner(setting: RaceSetting, group: Any) -> Runner:
         attend,
         BHTD,
         threads,
+        takes_part=setting.rank == 0,
     )
 
 

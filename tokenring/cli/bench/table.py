@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 
 from tokenring.cli.bench.results import ONE, OURS, PEER, WRONG, Entry, RaceCase, RaceMachine, RaceReport
 from tokenring.cli.spelling import heads_text
 from tokenring.display.console import Ink
 
-WIDTH = 118
 GAP = "  "
 
 
@@ -70,8 +68,7 @@ def table(report: RaceReport, ink: Ink) -> str:
     if timed:
         lines += _grid(timed, report, ink)
     for texts in (report.reasons(), _legend(report, bool(timed))):
-        wrapped = [line for text in texts for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ")]
-        lines += ["", *map(ink.pale, wrapped)] if wrapped else []
+        lines += ["", *map(ink.pale, texts)] if texts else []
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from tokenring.api.arguments import check_schedule_name
 from tokenring.cli.demo.console import DemoConsole
 from tokenring.cli.demo.report import (
     bytes_text,
@@ -186,6 +187,7 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) < least:
             raise ConfigurationError(f"--{name} {getattr(options, name)}: use {least} or more")
     check_processes(options.ranks)
+    check_schedule_name(options.schedule)
     if not make_layout(options.layout, options.ranks, options.seq).is_even:
         raise ConfigurationError(
             f"--seq {options.seq}: the demo's loss is a mean over equal parts, into which layout {options.layout} does "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 from tokenring.cli.demo.results import (
@@ -19,8 +18,7 @@ from tokenring.cli.demo.results import (
 from tokenring.cli.trace.picture import Timeline
 from tokenring.display.console import Ink
 
-WIDTH = 96
-BAR_WIDTH = 60
+BAR_WIDTH = 44
 PARTS = {  # of a call's time: what a reader calls it, and how the bar shows it
     "compute": ("compute", "█"),
     "exposed": ("exposed communication", "▒"),
@@ -78,9 +76,7 @@ def training_text(losses: Sequence[float], tokens: int, seconds: float, steps: i
 
 def schedule_text(measured: DemoMeasured) -> str:
     """Return the schedule, and why it was chosen."""
-    why = textwrap.wrap(measured.reason, WIDTH - 14)
-    lines = [f"   schedule   {measured.schedule}", f"   why        {why[0] if why else ''}"]
-    return "\n".join([*lines, *(f"{'':14}{line}" for line in why[1:])])
+    return f"   schedule   {measured.schedule}\n   why        {measured.reason}"
 
 
 def bytes_text(measured: DemoMeasured, ink: Ink) -> str:
@@ -123,13 +119,13 @@ def _paint_cell(cell: str, ink: Ink) -> str:
 
 def split_text(measured: DemoMeasured, ranks: int, cores: int, ink: Ink) -> str:
     """Return the parts of the time of each pass."""
-    lines = [f"   {f'time, mean of {_ranks(ranks)}':<26}" + "".join(f"{each.name:>20}" for each in measured.passes)]
+    lines = [f"   {f'time, mean of {_ranks(ranks)}':<24}" + "".join(f"{each.name:>16}" for each in measured.passes)]
     totals = [sum(each.split_seconds.values()) for each in measured.passes]
     for part, (name, glyph) in PARTS.items():
         cells = [
             _time_cell(each.split_seconds[part], total) for each, total in zip(measured.passes, totals, strict=True)
         ]
-        lines.append(f"   {f'{glyph} {name}':<26}" + "".join(f"{cell:>20}" for cell in cells))
+        lines.append(f"   {f'{glyph} {name}':<24}" + "".join(f"{cell:>16}" for cell in cells))
     lines.append("")
     lines += [f"   {each.name:<9} {stacked_bar(each.split_seconds)}" for each in measured.passes]
     if ranks > cores:

@@ -80,7 +80,8 @@ def _retry(value: str, environment: Mapping[str, str]) -> str | None:
         return None
     return (
         "with retries on HCCL takes at most 5 communicators in a process, those of the training framework among them: "
-        "transport `hccl` then keeps to 5 of its own on Atlas A3, the only product that retries (docs/ascend.md)"
+        "transport `hccl` then keeps to 5 of its own on Atlas A3, the only product that retries, `hccl/batch` to 2 "
+        "(docs/ascend.md)"
     )
 
 
@@ -106,7 +107,10 @@ def _pair_buffer(value: str, environment: Mapping[str, str]) -> str | None:
     if mb is None:
         return "no number of MB; torch_npu's own is 20"
     if mb == 0:
-        return "pairs of ranks get no communicator of their own: all sends and receives of a group share one stream"
+        return (
+            "pairs of ranks get no communicator of their own: all sends and receives of a group share one stream; "
+            "transport `hccl` refuses it, `hccl/batch` does not need them"
+        )
     return None
 
 
@@ -136,7 +140,7 @@ def _rank_table(value: str, environment: Mapping[str, str]) -> str | None:
     return (
         "torch_npu then makes every communicator out of one of all ranks: "
         f"{2 * BUFFER_MB} MB more (2 x HCCL_BUFFSIZE), and those of one pair get the same id: transport `hccl` refuses "
-        "it; unset it, and ranks find each other by root information, as under torchrun"
+        "it; unset it, and ranks find each other by root information, as under torchrun, or take transport `hccl/batch`"
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from tokenring.cli.plan.options import DTYPES, first_ranks, several_hosts, where
 from tokenring.cli.spelling import check_counts, heads_text
@@ -20,15 +22,30 @@ from tokenring.planner.interconnects.rank_order import context_parallel_group, h
 from tokenring.sequence.sizes import read_size
 from tokenring.sequence.workload import Workload
 
-OF_ONE_PLAN = ("sweep", "svg", "explain", "timeline", "mask_svg", "save", "json", "layout", "schedules", "memory_limit")
+OF_ONE_PLAN = ("sweep", "svg", "explain", "timeline", "mask_svg", "save", "layout", "schedules", "memory_limit")
+UNUSED = {  # options with a default, and why one that was given does not count
+    "seq": "its lengths are those of --cached N and --tokens N",
+    "mask": "new tokens see all that is cached; with a sliding window of w give --cached w",
+    "passes": "it is forward alone",
+    "transport": "its ways are not lowered for a transport",
+    "all": "it always shows all its ways",
+}
+FORMAT = "tokenring-cached-plan/1"
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-def cached_call(options: argparse.Namespace) -> CachedCall:
-    """Return the options as a call. Raises ConfigurationError for those that do not go with --cached."""
+def cached_call(options: argparse.Namespace, given: argparse.Namespace) -> CachedCall:
+    """Return the options as a call. Raises ConfigurationError for those that do not go with --cached.
+
+    given: the options without the defaults of those in UNUSED.
+    """
     for name in OF_ONE_PLAN:
         if getattr(options, name) not in (None, False):
             raise ConfigurationError(f"--{name.replace('_', '-')} is for a plan of training, and not for --cached")
+    for name, why in UNUSED.items():
+        if (value := getattr(given, name)) not in (None, False, "forward"):
+            said = ("pass" if name == "passes" else name) + ("" if value is True else f" {value}")
+            raise ConfigurationError(f"--{said} does not go with --cached: {why}")
     check_counts(options)
     dtype = DTYPES[options.dtype]
     name, _ = several_hosts(options.topology, options.ranks)
@@ -40,12 +57,25 @@ def cached_call(options: argparse.Namespace) -> CachedCall:
     return CachedCall(heads_of_group(whole, options.tp), net, machine)
 
 
+def cached_json(call: CachedCall) -> str:
+    """Return the ways as JSON, the fastest first, with the bound and the crossovers."""
+    size, (moves, several) = call.workload, crossovers(call)
+    data = {
+        "format": FORMAT, "interconnect": call.interconnect.name, "ranks": call.ranks, "batch": size.batch,
+        "tokens": size.q_length, "cached": size.kv_length, "heads": size.q_heads, "kv_heads": size.kv_heads,
+        "dim": size.head_dim, "value_dim": size.value_dim, "dtype": str(size.dtype).removeprefix("torch."),
+        "ways": [asdict(way) for way in cached_ways(call)], "bound_seconds": least_cached_seconds(call),
+        "cache_moves_from_tokens": moves, "ranks_are_faster_from_cached": several,
+    }  # fmt: skip
+    return json.dumps(data, indent=1) + "\n"
+
+
 def cached_report(call: CachedCall) -> str:
     """Return the ways as a table, the fastest first, with the bound and the crossovers."""
     size, ways = call.workload, cached_ways(call)
     dims = heads_text(size.head_dim, size.value_dim)
     lines = [
-        f"attention of one layer, forward: batch {size.batch}, {size.q_length:,} new tokens over {size.kv_length:,} "
+        f"attention of one layer, forward: batch {size.batch}, {_new(size.q_length)} over {size.kv_length:,} "
         f"cached, {size.q_heads}:{size.kv_heads} heads × {dims}, {str(size.dtype).removeprefix('torch.')}",
         f"on {call.interconnect.name}: {call.ranks} ranks; {call.machine.source}",
         f"{ways[0].name}: {_why(ways)}",
@@ -68,7 +98,7 @@ def _why(ways: Sequence[CachedWay]) -> str:
 
 
 def _row(way: CachedWay) -> str:
-    times = (time_text(each) for each in (way.seconds, way.kernel_seconds, max(0.0, way.exchange_seconds)))
+    times = (time_text(each) for each in (way.seconds, way.kernel_seconds, way.exchange_seconds))
     cells = " ".join(f"{text:>9}" for text in times)
     name = way.name if way.runs else f"{way.name} *"
     return f"{name:11} {cells} {_bytes(way.sent_bytes):>12} {way.rounds:>7}  {way.moves}"
@@ -77,13 +107,17 @@ def _row(way: CachedWay) -> str:
 def _crossed(call: CachedCall) -> list[str]:
     cached, tokens = call.workload.kv_length, call.workload.q_length
     moves, several = crossovers(call)
-    q = "q moves, whatever the number of new tokens" if moves is None else f"q moves below {moves:,} new tokens"
+    q = "q moves, whatever the number of new tokens" if moves is None else f"q moves below {_new(moves)}"
     if several is None:
         ranks = "one rank is faster, whatever is cached"
     else:
         ranks = f"{call.ranks} ranks are faster than one from {several:,} cached tokens on"
     more = "" if moves is None else ", the cache from there on"
-    return [f"over {cached:,} cached tokens {q}{more}", f"with {tokens:,} new tokens {ranks}"]
+    return [f"over {cached:,} cached tokens {q}{more}", f"with {_new(tokens)} {ranks}"]
+
+
+def _new(tokens: int) -> str:
+    return f"{tokens:,} new token{'' if tokens == 1 else 's'}"
 
 
 def _bytes(count: float) -> str:

@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 
-from tokenring.cli.plan.cached import cached_call, cached_report
+from tokenring.cli.plan.cached import UNUSED, cached_call, cached_json, cached_report
 from tokenring.cli.plan.layouts import planned_in_layouts
 from tokenring.cli.plan.mask_picture import mask_svg
 from tokenring.cli.plan.options import Asked, ask
@@ -43,10 +43,13 @@ def main(argv: list[str]) -> int:
         check_suffix(f"--{name}", getattr(options, name.replace("-", "_")), *known)
     console = Console(sys.stdout, sys.stderr, os.environ)
     if options.cached is not None:
-        console.say(cached_report(cached_call(options)))
-        return 0
+        given = _parser().parse_args(argv, argparse.Namespace(**dict.fromkeys(UNUSED)))
+        return _cached(options, given, console)
     if options.tokens != ONE_TOKEN:
-        raise ConfigurationError("--tokens are the new tokens over --cached N: say how many are cached, or --seq")
+        raise ConfigurationError(
+            f"--tokens {options.tokens} are new tokens over a cache: say how many are cached with --cached N; for a "
+            f"whole sequence say --seq {options.tokens}"
+        )
     if options.sweep is not None:
         return _sweep(options, console)
     if options.svg is not None:
@@ -83,6 +86,16 @@ def main(argv: list[str]) -> int:
         _draw_mask(options.mask_svg, asked)
     if options.timeline is not None:
         _timeline(options.timeline, plan.candidates[0].name, asked.call.in_mode(plan.transport))
+    return 0
+
+
+def _cached(options: argparse.Namespace, given: argparse.Namespace, console: Console) -> int:
+    """Print how new tokens attend to a cache."""
+    call = cached_call(options, given)
+    if options.json:
+        console.data(cached_json(call))
+    else:
+        console.say(cached_report(call))
     return 0
 
 
@@ -134,7 +147,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--topology", metavar="TOPOLOGY", required=True,
         help="preset:NAME, preset:NAME*4 (four over their NICs), a saved topology, a dump, or `measured`")  # fmt: skip
-    add("--seq", default="128k", metavar="N", help=f"tokens of the whole sequence (128k), {SIZES_TEXT}")
+    add("--seq", metavar="N", help=f"tokens of the whole sequence (128k), {SIZES_TEXT}")
     add("--cached", metavar="N", help="plan inference: new tokens over a KV cache of so many (docs/inference.md)")
     add("--tokens", default=ONE_TOKEN, metavar="N", help="new tokens over --cached (1: decode)")
     add_heads(parser, 32, 128, "bf16")
@@ -153,7 +166,7 @@ def _parser() -> Parser:
         help="whose queues and communicators count: hccl, hccl/channel, ... (hccl on Ascend)")  # fmt: skip
     add("--all", action="store_true", help="simulate and show also what cannot win")
     add("--no-cache", action="store_true", help="plan anew: read and write no kept plan (docs/planner.md)")
-    add("--json", action="store_true", help="the plan as JSON, for schedule=Plan.load(...)")
+    add("--json", action="store_true", help="the plan as JSON: of a sequence, for schedule=Plan.load(...)")
     add("--save", metavar="FILE", help="write the plan's JSON to a file")
     add("--explain", metavar="SCHEDULE", help="one schedule: where its time goes")
     add("--timeline", metavar="FILE", help="draw the simulation: .svg, or .json for Perfetto")

@@ -30,6 +30,7 @@ from tokenring.sequence.workload import Workload
 from tokenring.tables.kernel_rates import read_table
 from tokenring.tables.rates import Machine, Rates, constant
 
+WHOLE = "128k"  # tokens of the sequence, where none are given
 MOST_HEADS = 1 << 16
 MOST_TFLOPS = 1e6  # of one device; none has a hundredth of it
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -54,7 +55,7 @@ def ask(options: argparse.Namespace) -> Asked:
     transport = _transport(options.transport, machine)
     target = IDEAL if transport is None else transport_target(transport)
     net = context_parallel_group(first_ranks(net, options.ranks), options.tp)
-    length = read_size("--seq", options.seq)
+    length = read_size("--seq", WHOLE if options.seq is None else options.seq)
     check_counts(options)
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     if options.heads > MOST_HEADS:
@@ -63,9 +64,8 @@ def ask(options: argparse.Namespace) -> Asked:
     whole = Workload(*sizes, options.value_dim)
     mask = parse_mask(options.mask)
     mask.check_length(length)
-    layout = layout_of(
-        options.layout or ("zigzag" if "causal" in str(mask) else "contiguous"), net.world_size, length, mask
-    )
+    named = options.layout or ("zigzag" if "causal" in str(mask) else "contiguous")
+    layout = layout_of(named, net.world_size, length, mask, net.port_links)
     heads, passes = heads_of_group(whole, options.tp), PASSES[options.passes]
     supports = anything if machine.kernel is None else kernel_class(machine.kernel).supports_patch
     setting = Setting(heads, net, machine.over(target), passes, supports, target)

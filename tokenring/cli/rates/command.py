@@ -25,9 +25,11 @@ from tokenring.cli.plan.options import DTYPES
 from tokenring.cli.spelling import add_dtype, add_value_dim, also
 from tokenring.display.console import Console, Parser, read_options
 from tokenring.errors import BackendUnavailable, ConfigurationError
+from tokenring.nearest import hint
 from tokenring.tables.kernel_rates import KernelKey, keep, to_json
 from tokenring.tables.rates import Rates
 
+DEVICES = ("cpu", "cuda", "npu")
 MOST = {"dim": 4096, "value_dim": 4096, "threads": 4096, "seconds": 3600}
 
 
@@ -43,6 +45,8 @@ def main(argv: list[str]) -> int:
     console = Console(sys.stdout, sys.stderr, os.environ)
     _check(options)
     kind = options.device or next(iter(accelerator_types()), "cpu")
+    if kind not in DEVICES:
+        raise ConfigurationError(f"--device {kind}: choose one of {', '.join(DEVICES)}{hint(kind, DEVICES)}")
     if kind != "cpu" and kind not in accelerator_types():
         raise BackendUnavailable(f"--device {kind}: torch finds none here; `tokenring doctor` says what is missing")
     threads = torch.get_num_threads()

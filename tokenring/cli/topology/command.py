@@ -7,21 +7,25 @@ that cannot be read or written, or a wrong option; 130 interrupted.
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 
 from tokenring.cli.topology.outputs import SUFFIXES
 from tokenring.display.console import Parser, check_suffix, read_options, write_file
 from tokenring.display.wrapping import fitted
+from tokenring.errors import ConfigurationError
 from tokenring.gc_pause import no_collection
+from tokenring.topology.model.facts import Facts
 from tokenring.topology.model.graph import merge, on_machines
 from tokenring.topology.model.sanity import storable
 from tokenring.topology.model.schema import to_json
 from tokenring.topology.model.verdict import classify
-from tokenring.topology.probing.files import read_file
+from tokenring.topology.probing.files import read_file, read_stream
 from tokenring.topology.probing.probe import probe
 from tokenring.topology.report.page import to_html
 from tokenring.topology.report.picture import to_svg
 from tokenring.topology.report.text import report
+
+STDIN = "-"  # of --from: the file is standard input
 
 
 def main(argv: list[str]) -> int:
@@ -33,6 +37,8 @@ def main(argv: list[str]) -> int:
     options = read_options(_parser().parse_args, argv)
     if isinstance(options, int):
         return options
+    if options.files:
+        raise ConfigurationError(f"read files with --from: tokenring topology --from {' '.join(options.files)}")
     for name, known in SUFFIXES.items():
         check_suffix(f"--{name}", getattr(options, name), *known)
     with no_collection():  # a matrix of a thousand devices is half a million links, all of them needed to the end
@@ -41,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 def _run(options: Namespace) -> int:
     files = dict.fromkeys(options.source or ())  # each once
-    facts = on_machines([(storable(path), read_file(path)) for path in files]) if files else probe()
+    facts = on_machines([(storable(path), _read(path)) for path in files]) if files else probe()
     if options.save is not None:
         write_file(options.save, to_json(facts))
     if options.json:
@@ -59,6 +65,10 @@ def _run(options: Namespace) -> int:
     return 0
 
 
+def _read(path: str) -> list[Facts]:
+    return read_stream(sys.stdin.buffer, "standard input") if path == STDIN else read_file(path)
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="tokenring topology",
@@ -67,8 +77,9 @@ def _parser() -> Parser:
     )
     add = parser.add_argument
     add("--from", dest="source", nargs="+", action="extend", metavar="FILE",
-        help="dumps of tools, or a saved topology, instead of this machine; several are one machine seen by "
-        "several tools, or several machines seen by one")  # fmt: skip
+        help="dumps of tools (- for standard input), or a saved topology, instead of this machine; several are one "
+        "machine seen by several tools, or several machines seen by one")  # fmt: skip
+    add("files", nargs="*", help=SUPPRESS)  # refused, with the option that takes them
     add("--measure", action="store_true", help="transfers between ranks instead: --measure --help says more")
     add("--json", action="store_true", help="as JSON (docs/topology.md)")
     add("--save", metavar="FILE", help="write the JSON to a file, for --from and for bug reports")

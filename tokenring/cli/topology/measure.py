@@ -6,9 +6,9 @@ import argparse
 import os
 from collections.abc import Mapping
 
+from tokenring.cli.call_options import check_transport
 from tokenring.cli.topology.outputs import SUFFIXES
 from tokenring.display.console import Console, Parser
-from tokenring.errors import ConfigurationError
 from tokenring.launch.command import Command, check_seconds
 from tokenring.topology.measure.worker import LinksMeasured, MeasureCase
 from tokenring.topology.probing.cache import keep_measured
@@ -63,10 +63,6 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def _case(options: argparse.Namespace, ranks: int) -> MeasureCase:
-    from tokenring.lowering.backend_names import TRANSPORTS
-
     check_seconds(options.seconds)
-    if options.transport not in ("auto", *TRANSPORTS):
-        known = ", ".join(TRANSPORTS)
-        raise ConfigurationError(f"--transport {options.transport}: unknown; choose one of auto, {known}")
+    check_transport(options.transport)
     return MeasureCase(options.seconds, options.transport)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -16,7 +15,6 @@ from tokenring.ir.schedule_data import PASSES, Pass
 FORMAT = "tokenring-trace/1"
 COLUMNS = {"compute": "compute", "post": "moves", "pack": "moves", "wait": "waits", "merge": "merges"}
 PARTS = ("compute", "moves", "waits", "merges", "other")
-WIDTH = 118
 LEGEND = (
     "compute: kernel calls. moves: packing, posting sends and receives. waits: exposed communication. merges: writing, "
     "merging and clearing results. other: between instructions. A step lasts from the end of the step before to the "
@@ -106,7 +104,7 @@ def table(traced: Traced, ink: Ink) -> str:
             f"{count(traced.ranks, 'rank')} share {count(traced.machine.cores, 'core')}: "
             f"every part includes time without a core."
         )
-    lines += ["", *(ink.pale(line) for text in notes for line in textwrap.wrap(text, WIDTH))]
+    lines += ["", *(ink.pale(line) for line in notes)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -119,7 +117,7 @@ def _heading(traced: Traced, ink: Ink) -> Iterator[str]:
     yield ink.pale(machine_text(traced.machine))
     yield ink.pale(f"{rounds}: {ms(traced.seconds)} ms ({ms(times[0])} to {ms(times[-1])}); {clock}")
     if traced.simulated is not None:
-        yield from (ink.pale(line) for line in textwrap.wrap(_expected(traced, traced.simulated), WIDTH))
+        yield ink.pale(_expected(traced, traced.simulated))
 
 
 def _expected(traced: Traced, simulated: Simulated) -> str:

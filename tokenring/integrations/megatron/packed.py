@@ -11,20 +11,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import islice, pairwise
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.integrations.megatron.packs import MOST_SLICES, slices_of
+from tokenring.integrations.megatron.packs import mask_of_rows, slices_of
 from tokenring.sequence.layout import zigzag
-from tokenring.sequence.mask import Documents, Mask, Slices
+from tokenring.sequence.mask import Documents, Mask
 
 # q, k, v [B, T, H, D], mask, and the pack if the mask is of all its documents → out
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mask, "PackKind | None"], torch.Tensor]
+MOST_RECENT = 8  # packs of which masks are kept
 MOST_NOMINAL = 16  # documents for which "auto" plans: more make planning longer and change no choice
 
 
@@ -39,7 +40,7 @@ class PackKind(NamedTuple):
         """Return the mask of about as many documents, of equal length, in so many tokens: 2^n times 2 · ranks."""
         count = min(1 << self.documents.bit_length() - 1, length // (2 * self.ranks), MOST_NOMINAL)
         lengths = (length // count,) * count
-        found = _whole(lengths, lengths, self.ranks, length // self.ranks, self.mask)
+        found = Packing(lengths, lengths, 0, self.ranks, length // self.ranks).mask_of_all(self.mask)
         return self.mask if found is None else found
 
 
@@ -48,7 +49,7 @@ class Packing:
     """Documents of a packed sequence, whole: each one's tokens with and without the padding at its end.
 
     padded, real: of each document. rank, ranks: of the group that holds them together. tokens: held here, t; those
-    behind the last document are padding.
+    behind the last document are padding. masks: of all documents, by the mask of one: all layers want the same.
     """
 
     padded: tuple[int, ...]
@@ -56,6 +57,7 @@ class Packing:
     rank: int
     ranks: int
     tokens: int
+    masks: dict[Mask, Mask | None] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -67,12 +69,14 @@ class Packing:
         """True if any document has padding."""
         return self.padded != self.real
 
-    def whole(self, mask: Mask) -> Mask | None:
+    def mask_of_all(self, mask: Mask) -> Mask | None:
         """Return the mask of all documents in one call, by the mask of one; None: it has more slices than a mask may.
 
         Its positions are the tokens of rank 0, then those of rank 1, and so on: layout contiguous.
         """
-        return _whole(self.padded, self.real, self.ranks, self.tokens, mask)
+        if mask not in self.masks:
+            self.masks[mask] = mask_of_rows(slices_of(self.padded, self.real, self.ranks, self.tokens, mask))
+        return self.masks[mask]
 
     def alike(self, mask: Mask) -> dict[tuple[int, Mask], list[int]]:
         """Return the documents that go as one batch, longest first: by padded length, and by the mask of one document.
@@ -134,14 +138,6 @@ def packing_of(params: Any, rank: int, ranks: int, tokens: int) -> Packing:
     return Packing(padded, real, rank, ranks, tokens)
 
 
-@lru_cache(maxsize=64)
-def _whole(padded: tuple[int, ...], real: tuple[int, ...], ranks: int, tokens: int, mask: Mask) -> Mask | None:
-    found = list(islice(slices_of(padded, real, ranks, tokens, mask), MOST_SLICES + 1))
-    if not found or len(found) > MOST_SLICES:
-        return None
-    return Slices(found, q_start=None)
-
-
 def attend_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, mask: Mask, attend: Attend
 ) -> torch.Tensor:
@@ -150,7 +146,7 @@ def attend_packed(
     Padding, inside documents and after the last, gets out 0 and no gradient. mask: of one document. attend: is called
     once, with the mask of all; where that has too many slices, and under torch.compile, once for each length.
     """
-    whole = None if torch.compiler.is_compiling() else packing.whole(mask)
+    whole = None if torch.compiler.is_compiling() else packing.mask_of_all(mask)
     if whole is not None:
         return attend(q[None], k[None], v[None], whole, PackKind(len(packing.real), packing.ranks, mask))[0]
     return _attend_lengths(q, k, v, packing, mask, attend)
@@ -175,12 +171,16 @@ def _attend_lengths(
 
 
 class LastPacking:
-    """The documents that were read last: all layers of a step get the same, and reading waits for the device."""
+    """The documents that were read last: all layers of a step get the same, and reading waits for the device.
+
+    Those of some steps before are kept with their masks, as where a pipeline computes micro-batches again.
+    """
 
     def __init__(self) -> None:
         self._tensors: tuple[Any, ...] = ()  # they live on here: an address alone could be another tensor's by now
         self._key: tuple[object, ...] = ()
         self._found: Any = None
+        self._recent: dict[Any, Any] = {}
 
     def of(
         self, params: Any, rank: int, ranks: int, tokens: int, read: Callable[[Any, int, int, int], Any] = packing_of
@@ -190,9 +190,17 @@ class LastPacking:
         key = (*map(_version, tensors), rank, ranks, tokens, read)
         same = key == self._key and all(a is b for a, b in zip(tensors, self._tensors, strict=True))
         if self._found is None or not same:
-            self._found = read(params, rank, ranks, tokens)
+            self._found = self._known(read(params, rank, ranks, tokens))
             self._tensors, self._key = tensors, key
         return self._found
+
+    def _known(self, found: Any) -> Any:
+        """Return the same documents as they were read before, with their masks."""
+        found = self._recent.pop(found, found)
+        self._recent[found] = found
+        if len(self._recent) > MOST_RECENT:
+            self._recent.pop(next(iter(self._recent)))
+        return found
 
 
 def _names(of: str) -> tuple[str, str]:

@@ -6,14 +6,12 @@ length, numbers r and 2P-1-r of its 2P, which lie next to each other there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, product
 from typing import NamedTuple
 
 from tokenring.sequence.mask import Causal, Full, Mask
-from tokenring.sequence.slices import MOST_SLICES
-
-__all__ = ["MOST_SLICES", "DocumentChunk", "slices_of", "slices_of_chunks"]
+from tokenring.sequence.slices import MOST_SLICES, Slice, known_disjoint
 
 Row = tuple[int, int, int, int, int | None, int | None]  # of a table of slices
 
@@ -24,6 +22,12 @@ class DocumentChunk(NamedTuple):
     at: int
     first: int
     size: int
+
+
+def mask_of_rows(rows: Iterable[Row]) -> Mask | None:
+    """Return the mask of disjoint slices; None: there are none, or more than a mask may have."""
+    found = [Slice(*row) for row in islice(rows, MOST_SLICES + 1)]
+    return Mask(slices=known_disjoint(found), q_start=None) if 0 < len(found) <= MOST_SLICES else None
 
 
 def slices_of(padded: Sequence[int], real: Sequence[int], ranks: int, tokens: int, mask: Mask) -> Iterator[Row]:

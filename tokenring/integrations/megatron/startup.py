@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,10 +14,12 @@ from tokenring.topology.ranks import Topology
 
 if TYPE_CHECKING:
     from tokenring.api.context import ContextParallel
-from tokenring.sequence.workload import Request
+    from tokenring.sequence.mask import Mask
+    from tokenring.sequence.workload import Request
 
 LOG = logging.getLogger("tokenring")
-MOST_SHOWN = 4  # slices of a mask
+MOST_SHOWN = 4  # slices or documents of a mask
+MOST_SAID = 64  # kinds of calls: where lengths differ by step there is no end of them
 
 
 class Announcer:
@@ -27,8 +30,8 @@ class Announcer:
 
     def announce(self, cp: ContextParallel, request: Request) -> None:
         """Log a kind of call, once. All ranks of the group call this after each call, and probe together if need be."""
-        key = (cp.schedule, request.workload, request.mask)
-        if key in self._said or not _has_rank_0(cp):
+        key = (cp.schedule, request.workload, _kind_of(request.mask))
+        if key in self._said or len(self._said) == MOST_SAID or not _has_rank_0(cp):
             return
         first = not self._said
         self._said.add(key)
@@ -37,6 +40,11 @@ class Announcer:
             if topology is not None:
                 LOG.info("topology: %s", verdict_of(topology))
             LOG.info("%s", described(cp, request))
+
+
+def _kind_of(mask: Mask) -> Hashable:
+    """Return the mask, or of one with documents what all packs of a run have in common: a step brings new ends."""
+    return mask if mask.is_window else (mask.low, mask.high, mask.chunks, mask.looks_back)
 
 
 def verdict_of(topology: Topology) -> str:
@@ -60,9 +68,11 @@ def described(cp: ContextParallel, request: Request) -> str:
 
 
 def _mask_text(request: Request) -> str:
-    """Return the mask as text; of many slices, which packed documents are, only how many."""
-    slices = request.mask.slices
-    return str(request.mask) if slices is None or len(slices) <= MOST_SHOWN else f"a mask of {len(slices)} slices"
+    """Return the mask as text; of many slices or documents, as packs have, only how many."""
+    slices, ends = request.mask.slices, request.mask.cu_seqlens or ()
+    if slices is not None and len(slices) > MOST_SHOWN:
+        return f"a mask of {len(slices)} slices"
+    return f"a mask of {len(ends) - 1} documents" if len(ends) > MOST_SHOWN + 1 else str(request.mask)
 
 
 def _topology(cp: ContextParallel, device: torch.device) -> Topology | None:

@@ -15,7 +15,7 @@ from tokenring.integrations.megatron.contexts import Contexts
 from tokenring.integrations.megatron.masks import mask_of_call
 from tokenring.integrations.megatron.worth import saves_too_little
 from tokenring.integrations.mindspeed.flags import is_auto
-from tokenring.integrations.mindspeed_cuts.documents import batched, ends_of_whole, mask_of_documents, packing_of_ends
+from tokenring.integrations.mindspeed_cuts.documents import batched, packing_of_ends, sequences_of_ends
 from tokenring.integrations.mindspeed_cuts.general import LastMask
 from tokenring.integrations.mindspeed_cuts.layouts import (
     ULYSSES,
@@ -23,10 +23,10 @@ from tokenring.integrations.mindspeed_cuts.layouts import (
     cuts_documents,
     is_general,
     is_packed,
-    keeps_own,
     layout_of,
+    may_keep_mindspeed,
 )
-from tokenring.integrations.mindspeed_llm import Parts, as_subclasses_expect, whole
+from tokenring.integrations.mindspeed_llm import Parts, as_subclasses_expect, joined_parts
 from tokenring.sequence.mask import Mask
 from tokenring.sequence.workload import Request
 
@@ -50,7 +50,7 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
             # Ulysses it is called by what exchanges heads.
             widths = kwargs.get("k_channels"), kwargs.get("v_channels")
             self._plain = type(self) is MindSpeedTokenRingAttention and self.window is None and widths == (None, None)
-            self._plain = self._plain and self.softmax_offset is None and keeps_own(self.config)
+            self._plain = self._plain and self.softmax_offset is None and may_keep_mindspeed(self.config)
             # MindSpeed's, where it may be taken; in a tuple, or it would be part of checkpoints.
             self._own = (own(*args, **kwargs),) if self._compares else ()
 
@@ -75,7 +75,7 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
             cut, and for ends of documents that do not fit.
             """
             check_call(attention_bias, {name: value for name, value in more.items() if value is not False})
-            q, k = whole(query), whole(key)
+            q, k = joined_parts(query), joined_parts(key)
             mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
             is_pack = is_packed(self.config) or algorithm(self.config) == ULYSSES
             if packed_seq_params is not None and not is_pack:  # as Megatron's, and from 0 on
@@ -92,7 +92,7 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
             call = q, k, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
             length = q.shape[0] * self._contexts.ranks
             if is_general(self.config):
-                mask = last.of(attention_mask, length, self.window)
+                mask = last.of(attention_mask, length, self.window, self.config)
             else:
                 mask = mask_of_call(mask_type, attention_mask, False, self.window)
                 if self._own and self._compares and self._own_stays(mask, q, k, value):
@@ -114,9 +114,8 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
                 out = self._documents(of, packing, mask, q, k, v)
             else:
                 q, k, v = (batched(x, batch).flatten(0, 1)[None] for x in qkv)
-                ends = of.packings.of(params, of.rank, of.ranks, q.shape[1], ends_of_whole)
-                length = q.shape[1] * of.ranks
-                of_all = mask_of_documents(ends, batch, of.ranks, length // batch, mask)
+                found = of.packings.of(params, of.rank, of.ranks, q.shape[1], sequences_of_ends)
+                length, of_all = q.shape[1] * of.ranks, found.mask_of_all(mask, batch)
                 out = self._attend(of, q, k, v, of_all, layout_of(self.config, of.ranks, length))[0]
             return out.view(batch, -1, *out.shape[1:]).transpose(0, 1).flatten(-2) if is_batch else out
 

@@ -13,15 +13,8 @@ from tokenring.api.arguments import check_schedule_name
 from tokenring.errors import ConfigurationError
 from tokenring.integrations import mindspeed_llm
 from tokenring.integrations.megatron.options import SCHEDULE, add_options, flag_of, flags_said, options_said
-from tokenring.integrations.mindspeed_cuts.layouts import (
-    ALGORITHMS,
-    HYBRID,
-    MEGATRON,
-    ULYSSES,
-    algorithm,
-    is_general,
-    is_packed,
-)
+from tokenring.integrations.mindspeed_cuts.layouts import ALGORITHMS
+from tokenring.integrations.mindspeed_cuts.together import TOGETHER
 from tokenring.schedule.families.registry import misfit
 
 ASKED = "--context-parallel-attention tokenring"
@@ -35,21 +28,6 @@ CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {  # attribute → whi
     "tp_2d": (bool, "its ranks share the sequence, too: leave it out"),
     "apply_query_key_layer_scaling": (bool, "scores are not divided by the layer's number here: leave it out"),
     "attention_dropout": (bool, "it cannot be the same under every split: set it to 0 (Megatron's default is 0.1)"),
-}
-
-TOGETHER: dict[str, tuple[Callable[[Any], bool], str]] = {  # attribute → with which others, and why
-    "attention_mask_type": (
-        lambda args: is_general(args) and not is_packed(args) and algorithm(args) != ULYSSES,
-        f"each rank has a part of the mask only: use causal, or --context-parallel-algo {ULYSSES}",
-    ),
-    "reset_attention_mask": (
-        lambda args: is_packed(args) and not is_general(args) and algorithm(args) == HYBRID,
-        f"with {HYBRID} MindSpeed cuts documents over other ranks than it says: use {MEGATRON} or {ULYSSES}",
-    ),
-    "mtp_num_layers": (
-        lambda args: is_packed(args) and bool(getattr(args, "mtp_num_layers", None)),
-        "documents that differ by layer are not supported: leave out --reset-attention-mask, or this",
-    ),
 }
 
 

@@ -6,15 +6,17 @@ after another if a batch has several.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from tokenring.errors import ConfigurationError
+from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.integrations.megatron.packed import Packing
-from tokenring.integrations.megatron.packs import DocumentChunk, slices_of_chunks
-from tokenring.sequence.mask import Documents, Mask, Slices
+from tokenring.integrations.megatron.packs import DocumentChunk, mask_of_rows, slices_of_chunks
+from tokenring.sequence.mask import Documents, Mask
+from tokenring.sequence.slices import MOST_SLICES
 
 
 def packing_of_ends(params: Any, rank: int, ranks: int, tokens: int) -> Packing:
@@ -27,22 +29,42 @@ def packing_of_ends(params: Any, rank: int, ranks: int, tokens: int) -> Packing:
     if any(length % (2 * ranks) for length in lengths):
         raise ConfigurationError(
             f"packed documents of {', '.join(map(str, lengths[:8]))} tokens: {ranks} ranks cut each into {2 * ranks} "
-            f"equal chunks; pad documents to a multiple of that, as MindSpeed's get_batch_on_this_tp_rank does"
+            f"equal chunks; pad documents to a multiple of that, as MindSpeed's pad_data does"
         )
     return Packing(lengths, lengths, rank, ranks, tokens)
 
 
-def ends_of_whole(params: Any, rank: int, ranks: int, tokens: int) -> tuple[int, ...]:
-    """Return the ends of the documents of whole sequences, from 0 on; each rank holds so many `tokens` of them."""
-    return _ends(params, tokens * ranks, f"the tokens of {ranks} ranks")
+@dataclass(frozen=True)
+class PackedSequences:
+    """Whole sequences in equal parts on the ranks, and where their documents end, from 0 on, through all of them.
+
+    masks: of all documents, by the mask of one and the number of sequences: all layers want the same.
+    """
+
+    ends: tuple[int, ...]
+    ranks: int
+    masks: dict[tuple[Mask, int], Mask] = field(default_factory=dict, compare=False, repr=False)
+
+    def mask_of_all(self, mask: Mask, batch: int) -> Mask:
+        """Return the mask of all documents in `batch` sequences, by the mask of one; see `mask_of_documents`."""
+        if (mask, batch) not in self.masks:
+            length = self.ends[-1] // batch
+            self.masks[mask, batch] = mask_of_documents(self.ends, batch, self.ranks, length, mask)
+        return self.masks[mask, batch]
+
+
+def sequences_of_ends(params: Any, rank: int, ranks: int, tokens: int) -> PackedSequences:
+    """Return the documents of whole sequences, of which each rank holds so many `tokens`."""
+    return PackedSequences(_ends(params, tokens * ranks, f"the tokens of {ranks} ranks"), ranks)
 
 
 def _ends(params: Any, most: int, whose: str) -> tuple[int, ...]:
     ends = (0, *(int(end) for end in params.cu_seqlens_q.tolist()))
-    if any(a > b for a, b in pairwise(ends)) or ends[-1] > most:
+    if any(a > b for a, b in pairwise(ends)) or ends[-1] != most:
+        shown = ", ".join(map(str, ends[1:] if len(ends) < 10 else (*ends[1:8], "...", ends[-1])))
         raise ConfigurationError(
-            f"packed documents end at {', '.join(map(str, ends[1:9]))}: ends must rise to {most} at most, {whose}; "
-            f"keep MindSpeed's patches of get_batch_on_this_tp_rank and of GPTModel.forward"
+            f"packed documents end at {shown}: ends must rise to {most}, {whose}; keep MindSpeed's patches of "
+            f"get_batch_on_this_tp_rank and of GPTModel.forward"
         )
     return ends
 
@@ -57,7 +79,13 @@ def mask_of_documents(ends: tuple[int, ...], batch: int, ranks: int, length: int
         return mask & Documents(ends)
     part = length // ranks
     documents = (_chunks(start, stop, batch, part, ranks) for start, stop in pairwise(ends))
-    return Slices([row for chunks in documents for row in slices_of_chunks(chunks, mask)], q_start=None)
+    made = mask_of_rows(row for chunks in documents for row in slices_of_chunks(chunks, mask))
+    if made is None:
+        raise UnsupportedError(
+            f"a batch of {batch} sequences with {len(ends) - 1} documents has more slices than a mask may "
+            f"({MOST_SLICES}): set --micro-batch-size 1"
+        )
+    return made
 
 
 def _chunks(start: int, stop: int, batch: int, part: int, ranks: int) -> list[DocumentChunk]:

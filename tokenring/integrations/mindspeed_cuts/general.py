@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from importlib import import_module
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tokenring.errors import UnsupportedError
 from tokenring.sequence.mask import Mask, Slices
-from tokenring.sequence.slices import MOST_SLICES
+from tokenring.sequence.slices import MOST_SLICES, Slice
 
 
 class _Runs(NamedTuple):
@@ -33,8 +33,11 @@ class LastMask:
         self._tensor: torch.Tensor | None = None  # it lives on here: an address alone could be another tensor's by now
         self._mask = Mask()
 
-    def of(self, given: torch.Tensor | None, length: int, window: object = None) -> Mask:
-        """Return `mask_of_tensor` of a call's mask, else of the one that MindSpeed keeps. Raises UnsupportedError."""
+    def of(self, given: torch.Tensor | None, length: int, window: object = None, config: Any = None) -> Mask:
+        """Return `mask_of_tensor` of a call's mask, else of the one that MindSpeed keeps. Raises UnsupportedError.
+
+        config: with the flags of MindSpeed's operator, which may hide what the mask shows.
+        """
         if window is not None:
             raise UnsupportedError(
                 "a sliding window beside --attention-mask-type general is not supported: leave the window out where "
@@ -50,8 +53,34 @@ class LastMask:
             )
         key = (id(given), None if given.is_inference() else given._version)
         if key != self._key or given.is_inference():
-            self._mask, self._tensor, self._key = mask_of_tensor(given), given, key
+            mask = mask_of_tensor(given)
+            check_operator_flags(mask, length, config)
+            self._mask, self._tensor, self._key = mask, given, key
         return self._mask
+
+
+def check_operator_flags(mask: Mask, length: int, config: Any) -> None:
+    """Raise UnsupportedError where flags of MindSpeed's attention operator hide what a general mask shows.
+
+    --sparse-mode 0, the default, computes the band of --pre-tockens and --next-tockens only, and 1 all of the mask;
+    others read the tensor as something else than a mask of all pairs.
+    """
+    mode = getattr(config, "sparse_mode", None) or 0
+    if mode not in (0, 1):
+        raise UnsupportedError(
+            f"--sparse-mode {mode} with --attention-mask-type general is not supported: in that mode the tensor is no "
+            f"mask of all pairs; use 0 or 1"
+        )
+    for name in ("pre_tockens", "next_tockens") if mode == 0 else ():
+        count, flag = getattr(config, name, None), f"--{name.replace('_', '-')}"
+        if count is None:
+            continue
+        beyond = Mask(high=-count - 1) if name == "pre_tockens" else Mask(low=count + 1)
+        if (mask & beyond).within(Slice(0, length, 0, length)):
+            raise UnsupportedError(
+                f"{flag} {count} hides what the mask of --attention-mask-type general shows, and tokenring cannot tell "
+                f"which is meant: say {flag} {length}, or take it out of the mask"
+            )
 
 
 def mask_of_tensor(hidden: torch.Tensor) -> Mask:

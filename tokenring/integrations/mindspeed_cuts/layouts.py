@@ -34,7 +34,7 @@ def cuts_documents(args: Any) -> bool:
     return is_packed(args) and not is_general(args) and algorithm(args) == MEGATRON
 
 
-def keeps_own(args: Any) -> bool:
+def may_keep_mindspeed(args: Any) -> bool:
     """Tell whether MindSpeed's attention is a ring over all ranks, as which it may stay where it is hardly slower."""
     return algorithm(args) == MEGATRON and not is_general(args) and not is_packed(args)
 

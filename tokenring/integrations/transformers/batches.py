@@ -6,7 +6,7 @@ B sequences of S tokens each. Sequences that are packed each in its own way are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch.nn.functional import pad
 from tokenring.api.context import ContextParallel
 from tokenring.api.sharding import shard
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.integrations.transformers.comparing import facts_of
 from tokenring.integrations.transformers.masks import LayerMask
 from tokenring.integrations.transformers.refusals import check_positions
+from tokenring.runtime.agreement import refusing
 from tokenring.sequence.layout import AUTO, Layout
 from tokenring.sequence.mask import Mask
 
@@ -33,19 +35,20 @@ class CutBatch:
     """Facts of a whole batch that the attention of a model needs.
 
     length: of each sequence, over all ranks. bounds: ends of its documents, from 0 on; None: it is one document.
-    layout: by which it is cut, where that follows from the mask.
+    layout: by which it is cut, where that follows from the mask. facts: of the whole batch, which ranks compare.
     """
 
     cp: ContextParallel
     length: int
     bounds: tuple[int, ...] | None
     layout: Layout | None = None
+    facts: dict[str, str] = field(default_factory=dict)
     masks: dict[LayerMask, Mask] = field(default_factory=dict)
 
     def mask_of(self, layer: LayerMask) -> Mask:
         """Return the mask of a layer over the whole sequence."""
         if layer not in self.masks:
-            self.masks[layer] = layer.within((0, self.length) if self.bounds is None and layer.chunk else self.bounds)
+            self.masks[layer] = layer.within(self.bounds, self.length)
         return self.masks[layer]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutBatch:
@@ -62,9 +65,19 @@ def cut_batch(batch: Mapping[str, Any], cp: ContextParallel, config: Any = None)
     The part has input_ids, position_ids, labels (shifted before they were cut) and num_items_in_batch: with it the
     model's loss is this rank's share, and the shares of all ranks add up to the loss of the whole batch.
 
+    Nothing is sent here: the model's call compares the batches of all ranks. What one rank refuses, all ranks hear.
+
     Raises UnsupportedError for padding at the left, masks [B, 1, S, S] and unknown tensors, ConfigurationError for
     what does not fit together or is too short to be cut.
     """
+    with refusing(cp, "forward", *batch.values()):
+        facts = facts_of({name: x for name, x in batch.items() if x is not None}) if cp.world_size > 1 else {}
+        return _checked_and_cut(batch, cp, config, facts)
+
+
+def _checked_and_cut(
+    batch: Mapping[str, Any], cp: ContextParallel, config: Any, facts: dict[str, str]
+) -> dict[str, Any]:
     rest = {name: value for name, value in batch.items() if name not in READ + PACKING and value is not None}
     tokens_name, tokens = _tokens(batch)
     rows, length = tokens.shape[:2]
@@ -80,7 +93,7 @@ def cut_batch(batch: Mapping[str, Any], cp: ContextParallel, config: Any = None)
         length *= rows
     check_positions(config, int(places.max()) + 1 if places.numel() else 0, length)
     bounds = ends[0] if ends else None
-    return _cut(per_token, CutBatch(cp, length, bounds), batch.get("num_items_in_batch"), rest)
+    return _cut(per_token, CutBatch(cp, length, bounds, facts=facts), batch.get("num_items_in_batch"), rest)
 
 
 def _cut(
@@ -95,7 +108,7 @@ def _cut(
             f"models want one at least; pad it, or train short sequences without context parallelism"
         )
     if cp.layout == AUTO:
-        whole = CutBatch(cp, whole.length, whole.bounds, layout, whole.masks)
+        whole = replace(whole, layout=layout)
     part = {name: shard(x, cp, dim=1, mask=mask) for name, x in per_token.items() if x is not None}
     if (labels := per_token["labels"]) is not None:
         part["shift_labels"] = part["labels"]

@@ -15,8 +15,6 @@ from typing import Any
 from tokenring.errors import UnsupportedError
 from tokenring.sequence.mask import Causal, Documents, Mask, SlidingWindow
 
-PACKED = ("packed_sequence_mask_function",)  # of the positions of this rank's tokens: the batch knows the documents
-
 
 @dataclass(frozen=True)
 class LayerMask:
@@ -29,19 +27,17 @@ class LayerMask:
     window: int | None = None
     chunk: int | None = None
 
-    def within(self, bounds: tuple[int, ...] | None) -> Mask:
-        """Return the mask of packed documents that begin and end at `bounds`; None: of one document."""
+    def within(self, bounds: tuple[int, ...] | None, length: int) -> Mask:
+        """Return the mask of packed documents that begin and end at `bounds`; None: of one of this length."""
         mask = Causal()
         if self.window is not None:
             mask &= SlidingWindow(self.window - 1)
         if self.chunk is not None:
-            bounds = _chunked(bounds, self.chunk)
+            bounds = _chunked(bounds or (0, length), self.chunk)
         return mask if bounds is None else mask & Documents(bounds)
 
 
-def _chunked(bounds: tuple[int, ...] | None, chunk: int) -> tuple[int, ...]:
-    if bounds is None:
-        raise UnsupportedError("a mask of chunks wants the ends of the documents: this is an error of tokenring's own")
+def _chunked(bounds: tuple[int, ...], chunk: int) -> tuple[int, ...]:
     starts = [each for start, stop in pairwise(bounds) for each in range(start, stop, chunk)]
     return (*starts, bounds[-1])
 

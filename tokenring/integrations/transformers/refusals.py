@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenring.errors import UnsupportedError
+from tokenring.integrations.transformers.configs import text_config
 
 # Families whose gradients benchmarks/transformers_families.py has compared with one process.
-RUN = (
+COMPARED_FAMILIES = (
     "deepseek_v3", "gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "llama4_text", "mistral", "olmo3", "phi3",
     "qwen2_moe", "qwen3",
 )  # fmt: skip
@@ -18,7 +19,7 @@ HARMLESS = frozenset((
     "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states", "position_embeddings", "position_ids",
     "return_dict", "shift_labels", "skip_logits", "use_cache",
 ))  # fmt: skip
-BY_LENGTH = {"longrope": "original_max_position_embeddings", "dynamic": "original_max_position_embeddings"}
+BY_LENGTH = ("longrope", "dynamic")  # types of rotary embeddings with other frequencies beyond the original length
 WHY = {
     "output_attentions": "no rank has the weights of all tokens",
     "output_router_logits": "the loss that balances experts is no sum over tokens; set it to False",
@@ -34,19 +35,20 @@ def check_model(model: Any, any_model: bool) -> None:
     kind = getattr(config, "model_type", None)
     if kind is None or not hasattr(model, "set_attn_implementation"):
         raise UnsupportedError(f"a {type(model).__name__} is not supported: give a model of transformers, unwrapped")
-    if kind not in RUN and not any_model:
+    if kind not in COMPARED_FAMILIES and not any_model:
         raise UnsupportedError(
-            f"models of type {kind!r} were not run with tokenring ({', '.join(RUN)} were): compare the gradients of a "
-            f"step with those of one process, and say any_model=True"
+            f"models of type {kind!r} were not run with tokenring ({', '.join(COMPARED_FAMILIES)} were): compare the "
+            f"gradients of a step with those of one process, and say any_model=True"
         )
     if (loss := getattr(model, "loss_type", None)) not in LOSSES:
         raise UnsupportedError(
             f"{type(model).__name__} is not supported: its loss ({loss}) is not the sum over next tokens that ranks "
             f"can add up; give a model for causal language modelling, or compute the loss from the base model's output"
         )
-    if not getattr(config, "is_causal", True):
+    text = text_config(config)
+    if not getattr(text, "is_causal", True):
         raise UnsupportedError(f"{type(model).__name__} with is_causal=False is not supported: its mask is not causal")
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(text, "use_bidirectional_attention", False):
         raise UnsupportedError(
             f"{type(model).__name__} with use_bidirectional_attention is not supported: its mask is not causal"
         )
@@ -63,10 +65,11 @@ def check_attends(model: Any, name: str) -> None:
 
 def check_keywords(config: Any, batch: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for what a model's call, or its config, wants besides the loss."""
+    text = text_config(config)
     for name, why in WHY.items():
         wanted = batch.get(name)
         if wanted is None and name != "past_key_values":
-            wanted = getattr(config, name, False)
+            wanted = getattr(config, name, False) or getattr(text, name, False)
         if wanted is not None and wanted is not False:
             raise UnsupportedError(f"{name} is not supported under context parallelism: {why}")
 
@@ -93,6 +96,7 @@ def check_positions(config: Any, length: int, tokens: int) -> None:
 
     length: one more than the largest position. tokens: of a whole sequence.
     """
+    config = text_config(config)
     if getattr(config, "attn_temperature_tuning", False) and tokens >= (limit := int(config.floor_scale)):
         raise UnsupportedError(
             f"attn_temperature_tuning with sequences of {tokens} tokens is not supported: from {limit} (floor_scale) "
@@ -108,7 +112,7 @@ def _check_rotary(config: Any, length: int) -> None:
         kind = each.get("rope_type") if isinstance(each, Mapping) else None
         if kind not in BY_LENGTH:
             continue
-        limit = each.get(BY_LENGTH[kind]) or getattr(config, "max_position_embeddings", 0)
+        limit = each.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
         if length > limit:
             raise UnsupportedError(
                 f"rope_type {kind!r} with {length} positions is not supported: beyond {limit} its frequencies depend "

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from tokenring.api.caching.kv_cache import KVCache
 from tokenring.api.context import ContextParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.sequence.layout import as_integer
 
 
 class ServedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -83,11 +84,15 @@ class ServedCache(Cache):  # type: ignore[misc]
             self.made.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest tokens; their number is given below 0, as transformers does."""
-        if tokens_to_remove > 0:
-            raise ConfigurationError(f"crop({tokens_to_remove}): give how many tokens to remove as a number below 0")
-        if self.made is not None and tokens_to_remove:
-            self.made.crop(tokens_to_remove)
+        """Drop the newest tokens; their number is given below 0, as transformers does. 0 drops none.
+
+        Raises ConfigurationError for a number above 0: transformers once meant tokens to keep by it.
+        """
+        count = as_integer(tokens_to_remove)
+        if count is None or count > 0:
+            raise ConfigurationError(f"crop({tokens_to_remove!r}): give how many tokens to remove as a number below 0")
+        if self.made is not None:
+            self.made.drop(-count)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let each row go on with what another has cached; see KVCache.reorder."""

@@ -11,58 +11,79 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tokenring.api.caching.agreeing import agree_together
 from tokenring.api.caching.cached_attention import cached_attention
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
 from tokenring.api.sharding import positions, unshard
 from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
-from tokenring.sequence.layout import as_integer
+from tokenring.runtime.agreement import Description, refusing
+from tokenring.sequence.layout import Layout, as_integer
 from tokenring.sequence.mask import Causal
 
 if TYPE_CHECKING:
     from tokenring.api.caching.kv_cache import KVCache
+    from tokenring.api.caching.memory import Home
     from tokenring.integrations.transformers.served_cache import ServedCache
 
 NAME = "tokenring-serving"  # of the attention function, as transformers' config has it
 OF_MODULE = "_tokenring_serving"  # of each attention module
 SHARDED_FROM = 64  # tokens of a prompt: below, every rank computes all of them
 SEED_BYTES = 6
+ABSENT = object()  # an attribute that an object has from its class alone
+Piece = tuple[int, int, "Home"]  # first token, end, and who computes them
 
 
 def serve_with_tokenring(
-    model: Any, cp: ContextParallel, *, page: int = 64, chunk: int | None = None, shard_from: int = SHARDED_FROM
-) -> Serving:
+    model: Any, cp: ContextParallel, *, page: int = 64, chunk: int | None = None,
+    shard_from: int | None = SHARDED_FROM,
+) -> Serving:  # fmt: skip
     """Let `model.generate()` keep its KV cache over the ranks of cp. Every rank holds the model, and makes each call.
 
     model: a decoder with a head for the next token, of transformers (Llama, Qwen, Mistral and others of their build),
     in evaluation mode. All ranks give the same prompts, and get the same tokens. page: tokens that become sealed
     together. chunk: the longest piece in which a prompt is computed; None: at once. shard_from: from how many tokens on
-    a piece is cut over the ranks; rows of a batch that is padded on its left are not.
+    a piece is cut over the ranks; None: never. Rows of a batch that is padded on its left are not cut, nor what is left
+    over where tokens do not divide into the chunks of cp's layout; a Layout of cp's own cuts pieces of its length.
 
     Returns a handle: its `close`, or the end of a `with`, leaves the model as it was.
-    Raises BackendUnavailable without transformers, and ConfigurationError; in a step UnsupportedError for masks that a
-    cache over ranks does not know (only padding on the left is), and what KVCache.step raises.
+    Raises BackendUnavailable without transformers, and ConfigurationError, also for a model that is served already, or
+    a chunk so short that no piece would be cut; in a step UnsupportedError for masks that a cache over ranks does not
+    know (only padding on the left is), and what KVCache.step raises. What one rank refuses in a call, all ranks hear.
     """
     check_context(cp)
-    for name, value in (("page", page), ("chunk", 1 if chunk is None else chunk), ("shard_from", shard_from)):
-        if (as_integer(value) or 0) < 1:
+    for name, value in (("page", page), ("chunk", chunk), ("shard_from", shard_from)):
+        if (value is not None or name == "page") and (as_integer(value) or 0) < 1:
             raise ConfigurationError(f"serve_with_tokenring: {name}={value!r}; give an integer from 1 on")
+    least = None if shard_from is None else max(shard_from, _unit(cp))
+    if chunk is not None and least is not None and chunk < least:
+        raise ConfigurationError(
+            f"serve_with_tokenring: chunk={chunk} with shard_from={shard_from} and layout {_name(cp)!r} cuts nothing "
+            f"over the ranks: give a chunk from {least} on, or shard_from=None to compute all tokens on every rank"
+        )
     return Serving(model, cp, page, chunk, shard_from)
 
 
 class Serving:
-    """A model whose cache lies over ranks, until it is closed. cache: of the last step."""
+    """A model whose cache lies over ranks, until it is closed.
 
-    def __init__(self, model: Any, cp: ContextParallel, page: int, chunk: int | None, shard_from: int) -> None:
+    cache: of the last step. pieces: of the last call: (first token, end, "tokens" where each rank computed its part, or
+    "all" where every rank computed all of them).
+    """
+
+    def __init__(self, model: Any, cp: ContextParallel, page: int, chunk: int | None, shard_from: int | None) -> None:
         try:
             from transformers import AttentionInterface
         except ImportError as error:
             raise BackendUnavailable("transformers is not installed here: pip install transformers") from error
         self.model, self.cp, self.cache = model, cp, None  # type: Any, ContextParallel, KVCache | None
         self._page, self._chunk, self._shard_from = page, chunk, shard_from
+        self.pieces: list[Piece] = []
         self._decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
         if self._decoder is None or self._decoder is model or not hasattr(model, "_prepare_cache_for_generation"):
             raise UnsupportedError(f"a {type(model).__name__} has no decoder that generates: give a causal model")
+        if any(hasattr(module, OF_MODULE) for module in self._attentions()):
+            raise ConfigurationError(f"this {type(model).__name__} is served already: close that handle first")
         self._config = model.config.get_text_config(decoder=True)
         self._windows = windows_of(self._config)
         AttentionInterface.register(NAME, _attention)
@@ -70,7 +91,10 @@ class Serving:
         model.set_attn_implementation(NAME)
         self._inner: Callable[..., Any] = self._decoder.forward
         self._prepare: Callable[..., Any] = model._prepare_cache_for_generation
-        self._decoder.forward, model._prepare_cache_for_generation = self._forward, self._prepared
+        changed = (self._decoder, "forward", self._forward), (model, "_prepare_cache_for_generation", self._prepared)
+        self._own = [(owner, name, vars(owner).get(name, ABSENT)) for owner, name, _ in changed]
+        for owner, name, ours in changed:
+            setattr(owner, name, ours)
         for module in self._attentions():
             setattr(module, OF_MODULE, self)
 
@@ -84,8 +108,10 @@ class Serving:
         """Leave the model as it was; closing twice is fine."""
         if self._before is None:
             return
-        for owner, name in ((self._decoder, "forward"), (self.model, "_prepare_cache_for_generation")):
-            owner.__dict__.pop(name, None)
+        for owner, name, before in self._own:
+            vars(owner).pop(name, None)
+            if before is not ABSENT:  # such as a forward that another library has put there
+                setattr(owner, name, before)
         for module in self._attentions():
             module.__dict__.pop(OF_MODULE, None)
         self.model.set_attn_implementation(self._before)
@@ -110,81 +136,130 @@ class Serving:
 
     def _prepared(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Give `generate` a cache of ours, as long as it may get; and all ranks one seed, where it draws tokens."""
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            if generation_config.cache_implementation is not None:
-                raise UnsupportedError(
-                    f"cache_implementation={generation_config.cache_implementation!r} is another cache than the one "
-                    f"over ranks: leave it out"
-                )
-            model_kwargs["past_key_values"] = self.new_cache(_longest(generation_config))
-        if generation_config.do_sample:
-            self._seed()
+        with self._refusing():
+            if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+                if generation_config.cache_implementation is not None:
+                    raise UnsupportedError(
+                        f"cache_implementation={generation_config.cache_implementation!r} is another cache than the "
+                        f"one over ranks: leave it out"
+                    )
+                model_kwargs["past_key_values"] = self.new_cache(_longest(generation_config))
+        if self.cp.world_size > 1:
+            draws = bool(generation_config.do_sample)
+            fields = {"pass": "generate", "draws tokens": draws, "tokens at most": _longest(generation_config)}
+            agree_together(self.cp, self.model.device, Description.of(fields))
+            if draws:
+                self._seed()
         return self._prepare(generation_config, model_kwargs, *args, **kwargs)
+
+    def _refusing(self) -> refusing:
+        """Guard checks of this rank's, which come before an agreement of all."""
+        return refusing(self.cp, "forward", self.model.device)
 
     def _seed(self) -> None:
         """Seed the generators of all ranks with a number that rank 0 draws, so that all draw the same tokens."""
         transport = self.cp.transport_for(self.model.device)
-        if transport is not None:
-            mine = int(torch.randint(1 << (8 * SEED_BYTES), ()))
-            told = transport.exchange(mine.to_bytes(SEED_BYTES, "little"), "the seed of sampling")
-            torch.manual_seed(int.from_bytes(told[0], "little"))
+        assert transport is not None  # there are several ranks
+        mine = int(torch.randint(1 << (8 * SEED_BYTES), ()))
+        told = transport.exchange(mine.to_bytes(SEED_BYTES, "little"), "the seed of sampling")
+        torch.manual_seed(int.from_bytes(told[0], "little"))
 
     def _forward(
         self, input_ids: torch.Tensor | None = None, attention_mask: Any = None,
         position_ids: torch.Tensor | None = None, past_key_values: Any = None, inputs_embeds: Any = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Run the decoder stack on new tokens [B, T], in pieces; the hidden states are whole on every rank."""
-        if input_ids is None or inputs_embeds is not None:
+        with self._refusing():
+            ids, cached = self._checked(input_ids, past_key_values, inputs_embeds, kwargs)
+            batch, tokens = ids.shape
+            past = cached.get_seq_length()
+            cache = self.cache = cached.of_batch(batch, starts_of(attention_mask, batch, past + tokens))
+            self.pieces = self._cut(tokens, cache)
+            if torch.is_grad_enabled() and any(each.requires_grad for each in self.model.parameters()):
+                raise UnsupportedError("a cache over ranks has no backward: call the model under torch.no_grad()")
+        if position_ids is None:
+            position_ids = torch.arange(past, past + tokens, device=ids.device)[None]
+        found, parts = None, []
+        for first, last, home in self.pieces:
+            places = torch.arange(first, last, device=ids.device)
+            if home == "tokens":
+                places = first + positions(self.cp, last - first, ids.device, mask=self._mask)
+            with cache.step(ids[:, first:last], home):
+                found = self._inner(
+                    input_ids=ids[:, places], position_ids=position_ids[:, places], past_key_values=cached,
+                    **{**kwargs, "use_cache": True},
+                )  # fmt: skip
+            layers = found.get("hidden_states") or ()  # where they were asked for, by the call or by the config
+            parts.append([self._whole(each, home) for each in (found.last_hidden_state, *layers)])
+        assert found is not None  # there is a token at least
+        whole = [each[0] if len(each) == 1 else torch.cat(each, 1) for each in zip(*parts, strict=True)]
+        found.last_hidden_state = whole[0]
+        if len(whole) > 1:
+            found.hidden_states = tuple(whole[1:])
+        if past_key_values is None:
+            found.past_key_values = None
+        return found
+
+    def _whole(self, hidden: torch.Tensor, home: Home) -> torch.Tensor:
+        """Return the hidden states of a piece on every rank."""
+        return unshard(hidden, self.cp, 1, mask=self._mask) if home == "tokens" else hidden
+
+    def _checked(
+        self, ids: torch.Tensor | None, given: Any, embeds: Any, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, Any]:
+        """Return the ids and the cache of a call. Raises UnsupportedError and ConfigurationError."""
+        if ids is None or embeds is not None:
             raise UnsupportedError("a cache over ranks agrees on token ids: give input_ids, not inputs_embeds")
-        if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
-            raise UnsupportedError("attentions and hidden states of layers are not gathered: leave them out")
-        batch, tokens = input_ids.shape
-        cached = self.new_cache(tokens) if past_key_values is None else past_key_values
-        past = cached.get_seq_length()
+        if kwargs.get("output_attentions") or getattr(self._config, "output_attentions", False):
+            raise UnsupportedError("attentions of layers are not gathered: leave output_attentions out")
+        if given is None and kwargs.get("use_cache"):
+            raise ConfigurationError(
+                "use_cache=True without a cache: give past_key_values=serving.new_cache(capacity), of the handle that "
+                "serve_with_tokenring returned, or leave use_cache out"
+            )
+        cached = self.new_cache(ids.shape[1]) if given is None else given
         if not hasattr(cached, "of_batch"):
             raise ConfigurationError(
                 f"past_key_values is a {type(cached).__name__}, which lies at one rank: give a cache from "
                 f"Serving.new_cache, or none"
             )
-        cache = self.cache = cached.of_batch(batch, starts_of(attention_mask, batch, past + tokens))
-        if position_ids is None:
-            position_ids = torch.arange(past, past + tokens, device=input_ids.device)[None]
-        found, parts = None, []
-        for first, last, home in self._pieces(tokens, cache):
-            places = torch.arange(first, last, device=input_ids.device)
-            if home == "tokens":
-                places = first + positions(self.cp, last - first, input_ids.device, mask=self._mask)
-            with cache.step(input_ids[:, first:last], home):  # type: ignore[arg-type]
-                found = self._inner(
-                    input_ids=input_ids[:, places], position_ids=position_ids[:, places], past_key_values=cached,
-                    **{**kwargs, "use_cache": True},
-                )  # fmt: skip
-            hidden = found.last_hidden_state
-            parts.append(unshard(hidden, self.cp, 1, mask=self._mask) if home == "tokens" else hidden)
-        assert found is not None  # there is a token at least
-        found.last_hidden_state = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        if past_key_values is None:
-            found.past_key_values = None
-        return found
+        return ids, cached
 
     @property
     def _mask(self) -> Any:
         """The mask by which layout "auto" cuts."""
         return Causal() if self.cp.layout == "auto" else None
 
-    def _pieces(self, tokens: int, cache: KVCache) -> list[tuple[int, int, str]]:
-        """Return where new tokens are cut: what is sharded divides into the chunks of the layout."""
-        made, at = [], 0
-        unit = 1 if self.cp.world_size == 1 else len(self.cp.layout_for(1 << 20, Causal()).chunks)
-        longest = tokens if self._chunk is None else self._chunk
+    def _cut(self, tokens: int, cache: KVCache) -> list[Piece]:
+        """Return the pieces of new tokens, and whether each is cut over the ranks."""
+        made: list[Piece] = []
+        at, longest = 0, tokens if self._chunk is None else self._chunk
         while at < tokens:
-            count = min(longest, tokens - at)
-            even = count // unit * unit
-            sharded = self.cp.world_size > 1 and cache.starts is None and count >= self._shard_from and even
-            count, home = (even, "tokens") if sharded else (count, "all")
-            made.append((at, at + count, home))
-            at += count
+            left = min(longest, tokens - at)
+            count = 0 if cache.starts is not None else self._cut_over_ranks(left)
+            made.append((at, at + count, "tokens") if count else (at, at + left, "all"))
+            at = made[-1][1]
         return made
+
+    def _cut_over_ranks(self, tokens: int) -> int:
+        """Return how many of the first of these tokens each rank computes its part of; 0: every rank computes all."""
+        if self.cp.world_size == 1 or self._shard_from is None or tokens < self._shard_from:
+            return 0
+        unit = _unit(self.cp)
+        if isinstance(self.cp.layout, Layout):  # it is of one length
+            return unit if tokens >= unit and self.cp.layout.is_even else 0
+        return tokens // unit * unit
+
+
+def _unit(cp: ContextParallel) -> int:
+    """Return of what a number of tokens is a multiple, where it divides into the chunks of the layout."""
+    if isinstance(cp.layout, Layout):
+        return cp.layout.length
+    return len(cp.layout_for(1 << 20, Causal()).chunks)
+
+
+def _name(cp: ContextParallel) -> str:
+    return cp.layout.name if isinstance(cp.layout, Layout) else cp.layout
 
 
 def _attention(

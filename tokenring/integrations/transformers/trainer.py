@@ -26,6 +26,7 @@ from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.integrations.transformers.batches import cut_batch
 from tokenring.integrations.transformers.refusals import check_keywords
 from tokenring.integrations.transformers.training import HELD, use_tokenring
+from tokenring.runtime.agreement import refusing
 
 
 class RankGrid:
@@ -70,7 +71,8 @@ class TokenRingTrainerMixin:
         super().__init__(*given, **more)
         _check_arguments(self)
         changed = _transformers_model(self.model)
-        use_tokenring(changed, tokenring, gradients="mean", any_model=any_model, any_version=any_version)
+        # Not "mean": the Trainer multiplies the loss by the number of processes itself.
+        use_tokenring(changed, tokenring, gradients="sum", any_model=any_model, any_version=any_version)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let the data loaders give the same batches to the ranks that share a sequence."""
@@ -91,7 +93,8 @@ class TokenRingTrainerMixin:
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Callable[..., Any], Any]:
         config = _transformers_model(self.model).config
-        check_keywords(config, inputs)
+        with refusing(self.tokenring, "forward", *inputs.values()):
+            check_keywords(config, inputs)
         return nullcontext, cut_batch(inputs, self.tokenring, config)
 
     def compute_loss(self, model: Any, inputs: Any, *given: Any, **more: Any) -> Any:

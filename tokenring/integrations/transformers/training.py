@@ -20,24 +20,29 @@ import torch.distributed as dist
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
 from tokenring.errors import ConfigurationError
-from tokenring.integrations.transformers.attention import NAME, register
-from tokenring.integrations.transformers.batches import BATCH, cut_batch
+from tokenring.integrations.transformers.attention import ATTENTION_NAME, register
+from tokenring.integrations.transformers.batches import BATCH, CutBatch, cut_batch
+from tokenring.integrations.transformers.comparing import agree_on_batch, expected_size
+from tokenring.integrations.transformers.configs import put_back, text_config, with_own_configs
 from tokenring.integrations.transformers.refusals import check_attends, check_keywords, check_model
 from tokenring.integrations.transformers.versions import check_version
+from tokenring.runtime.agreement import refusing
 
-__all__ = ["Joined", "add_up_gradients", "cut_batch", "stop_tokenring", "use_tokenring"]
+__all__ = ["GradientReduction", "add_up_gradients", "cut_batch", "stop_tokenring", "use_tokenring"]
 
 Model = TypeVar("Model", bound=torch.nn.Module)
-Joined = Literal["sum", "mean"]
+GradientReduction = Literal["sum", "mean"]
 HELD = "_tokenring_training"  # attribute of a model that was changed
 
 
 def use_tokenring(
-    model: Model, cp: ContextParallel, *, gradients: Joined = "sum", any_model: bool = False, any_version: bool = False
-) -> Model:
+    model: Model, cp: ContextParallel, *, gradients: GradientReduction = "sum", any_model: bool = False,
+    any_version: bool = False,
+) -> Model:  # fmt: skip
     """Change a model of transformers so that its calls take whole sequences, and compute this rank's tokens of them.
 
-    model: as transformers makes it; change it before DDP or FSDP wraps it. It is changed in place, and returned.
+    model: as transformers makes it; change it before DDP or FSDP wraps it. It is changed in place, and returned. It has
+    copies of its configs until `stop_tokenring`, so that models which share them keep their attention.
     gradients: what becomes of the ranks' gradients. "sum": `add_up_gradients`, or your own all-reduce. "mean": DDP or
     FSDP over these ranks.
     any_model, any_version: take families and versions of transformers that were not compared with one process.
@@ -55,27 +60,31 @@ def use_tokenring(
     check_model(model, any_model)
     stop_tokenring(model)
     register()
-    before = model.config._attn_implementation  # type: ignore[union-attr]
-    model.set_attn_implementation(NAME)  # type: ignore[operator]
-    check_attends(model, NAME)
+    given = with_own_configs(model)
+    try:
+        model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+        check_attends(model, ATTENTION_NAME)
+    except Exception:
+        put_back(given)
+        raise
     calls = _Calls(cp, gradients)
     hooks = (
         model.register_forward_pre_hook(calls.before, with_kwargs=True),
         model.register_forward_hook(calls.after, with_kwargs=True),
     )
-    setattr(model, HELD, (hooks, before))
+    setattr(model, HELD, (hooks, given))
     return model
 
 
 def stop_tokenring(model: torch.nn.Module) -> None:
-    """Give a model back the attention that it had before `use_tokenring`; others stay as they are."""
+    """Give a model back the attention and the configs that it had before `use_tokenring`; others stay as they are."""
     held = getattr(model, HELD, None)
     if held is None:
         return
-    hooks, before = held
+    hooks, given = held
     for hook in hooks:
         hook.remove()
-    model.set_attn_implementation(before)  # type: ignore[operator]
+    put_back(given)
     delattr(model, HELD)
 
 
@@ -100,45 +109,62 @@ def add_up_gradients(model: torch.nn.Module, cp: ContextParallel) -> None:
 class _Calls:
     """A pair of hooks around each call of one model."""
 
-    def __init__(self, cp: ContextParallel, gradients: Joined) -> None:
+    def __init__(self, cp: ContextParallel, gradients: GradientReduction) -> None:
         self.cp, self.gradients = cp, gradients
         self._cut_here = False  # by the last call, which was given whole sequences
 
     def before(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
-        """Cut whole sequences; what `cut_batch` has cut stays as it is."""
+        """Cut whole sequences, leave what `cut_batch` has cut, and compare the batches of all ranks."""
         self._cut_here = given.get(BATCH) is None
-        check_attends(model, NAME)
-        check_keywords(model.config, given)
-        if not self._cut_here:
-            return args, given
-        named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
-        return (), cut_batch({**named, **given}, self.cp, model.config)
+        with refusing(self.cp, "forward", *args, *given.values()):
+            check_attends(model, ATTENTION_NAME)
+            check_keywords(model.config, given)
+            if self._cut_here:
+                named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+                args, given = (), cut_batch({**named, **given}, self.cp, model.config)
+            if given.get("position_ids") is None:
+                raise ConfigurationError("what cut_batch returned came without its position_ids: give the model all")
+        _compare(given[BATCH], given["position_ids"], model.config)
+        return args, given
 
     def after(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> Any:
-        """Put the loss of the whole batch in the place of this rank's share, where this call cut the batch."""
-        if not self._cut_here or given.get("labels") is None:
+        """Put the loss of the whole batch in the place of this rank's share, where this call cut the batch.
+
+        Either way its gradients become such as the ranks' sum or mean of them wants.
+        """
+        if given.get("labels") is None:
             return output
         factor = 1 if self.gradients == "sum" else self.cp.world_size
+        added_up = self.cp if self._cut_here else None
         if isinstance(output, tuple):
-            return (_whole_loss(output[0], self.cp, factor), *output[1:])
-        output["loss"] = _whole_loss(output["loss"], self.cp, factor)
+            return (_with_gradient(output[0], added_up, factor), *output[1:])
+        output["loss"] = _with_gradient(output["loss"], added_up, factor)
         return output
 
 
-def _whole_loss(share: torch.Tensor, cp: ContextParallel, factor: int) -> torch.Tensor:
-    """Return the sum of all ranks' shares; its gradient goes to this rank's share, times `factor`."""
-    found: torch.Tensor = _AddedUp.apply(share, cp, factor)  # type: ignore[no-untyped-call]
+def _compare(batch: CutBatch, places: torch.Tensor, config: Any) -> None:
+    """Raise Disagreement, on every rank, unless all ranks cut the same batch. places: of this rank's tokens, [B, T]."""
+    if batch.cp.world_size > 1:
+        size = expected_size(text_config(config), len(places), batch.length)
+        agree_on_batch(batch.cp, batch.facts, places.device, size)
+
+
+def _with_gradient(share: torch.Tensor, cp: ContextParallel | None, factor: int) -> torch.Tensor:
+    """Return the sum of all ranks' shares, or without cp this one; its gradient goes to this share, times `factor`."""
+    if cp is None and factor == 1:
+        return share
+    found: torch.Tensor = _Loss.apply(share, cp, factor)  # type: ignore[no-untyped-call]
     return found
 
 
-class _AddedUp(torch.autograd.Function):
-    """A sum over ranks, each of which computes the gradient of its own part."""
+class _Loss(torch.autograd.Function):
+    """A loss of several ranks, each of which computes the gradient of its own part."""
 
     @staticmethod
-    def forward(ctx: Any, share: torch.Tensor, cp: ContextParallel, factor: int) -> torch.Tensor:
+    def forward(ctx: Any, share: torch.Tensor, cp: ContextParallel | None, factor: int) -> torch.Tensor:
         ctx.factor = factor
         whole = share.detach().clone()
-        if cp.world_size > 1:
+        if cp is not None and cp.world_size > 1:
             dist.all_reduce(whole, group=cp.group)
         return whole
 

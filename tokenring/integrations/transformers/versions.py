@@ -18,18 +18,19 @@ def check_version(any_version: bool = False) -> str:
         from transformers import __version__
     except ImportError as error:
         raise BackendUnavailable(
-            f"transformers cannot be imported ({error}): pip install 'transformers{asked()}'"
+            f"transformers cannot be imported ({error}): pip install 'transformers{pip_requirement()}'"
         ) from None
     match = re.match(r"(\d+)\.(\d+)", __version__)
     found = (int(match[1]), int(match[2])) if match else None
     if not any_version and (found is None or not OLDEST <= found <= NEWEST):
         raise UnsupportedError(
-            f"transformers {__version__} is not one that tokenring was run with: install transformers{asked()}, or "
-            f"compare the gradients of a step with those of one process and say any_version=True"
+            f"transformers {__version__} is not one that tokenring was run with: install "
+            f"transformers{pip_requirement()}, or compare the gradients of a step with those of one process and say "
+            f"any_version=True"
         )
     return str(__version__)
 
 
-def asked() -> str:
+def pip_requirement() -> str:
     """Return the versions as pip takes them."""
     return f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"

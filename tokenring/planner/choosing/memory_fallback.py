@@ -39,7 +39,7 @@ def within_limit(
     few = setting.target.most_connections is not None
     if (limit_bytes is None and not few) or not modes:
         return plan_over(setting)
-    refusals: list[ConfigurationError] = []
+    refusals: list[tuple[str, ConfigurationError]] = []
     found: list[tuple[str | None, P]] = []
     settings: list[tuple[str | None, Setting]] = [(None, setting)]
     settings += [(mode, over(setting, target)) for mode, target in modes.items()]
@@ -49,12 +49,13 @@ def within_limit(
         except ConfigurationError as error:
             if not few and not isinstance(error, MemoryLimitError):
                 raise
-            refusals.append(error)
+            refusals.append((mode or "it", error))
         if mode is None and found and not few and not excluded(found[0][1].candidates, limit_bytes):
             return found[0][1]
     if not found:
-        last = refusals[-1]
-        raise type(last)(f"{last}. That is over {list(modes)[-1]!r}; over others it is more")
+        name, least_needed = min(reversed(refusals), key=lambda each: _needed(each[1]))
+        others = "" if _needed(least_needed) == float("inf") else "; over others it is more"
+        raise type(least_needed)(f"{least_needed}. That is over {name!r}{others}")
     least = min(seconds(plan) for _, plan in found)
     mode, best = next((mode, plan) for mode, plan in found if seconds(plan) <= least * SAME)
     if mode is None:
@@ -64,6 +65,12 @@ def within_limit(
     reason = f"{best.reason}; {_why(mode, best, found[0], limit)}"
     reason += f" ({setting.target.why_few_connections})" if few else ""
     return replace(best, transport=mode, reason=reason)
+
+
+def _needed(error: ConfigurationError) -> float:
+    """Return the bytes that a refusal says are needed; infinity where it says none."""
+    found = getattr(error, "needs_bytes", None)
+    return float("inf") if found is None else found
 
 
 def excluded(candidates: tuple[Candidate, ...], limit_bytes: int | None) -> bool:

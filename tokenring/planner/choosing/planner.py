@@ -81,6 +81,7 @@ class Planner:
         self._given = topology
         self._seen: dict[torch.device, tuple[Interconnect, Topology | None]] = {}
         self._progress = Progress()  # of the plan that is made now
+        self._own: Plan | None = None  # what rank 0 planned, until it is told
         self._words: dict[Hashable, bytes] = {}  # what rank 0 said of packs, by their shape
         self._kept: dict[KernelKey, Rates | None] = {}  # tables of rates as this planner found them when it first asked
         check_topology(topology, world_size, tensor_parallel)
@@ -172,8 +173,10 @@ class Planner:
         if said is not None:
             found = self.understood(said, request, layouts)
             return replace(found, reason=f"{LIKE_BEFORE}: {found.reason}")
+        self._own = None
         said = self._heard(transport, request, plan)
-        found = self.understood(said, request, layouts)
+        # Rank 0 has made the schedule that it tells of: the largest take seconds.
+        found, self._own = self._own or self.understood(said, request, layouts), None
         if shape is not None and json.loads(said)[SERVES]:  # what rank 0 says, as ranks may differ in limits
             if len(self._words) >= MOST_SHAPES:  # on all ranks alike
                 self._words.pop(next(iter(self._words)))
@@ -206,7 +209,9 @@ class Planner:
         """Return the plan, or why there is none, as the bytes that are sent to the other ranks."""
         try:
             found, net = plan(), self.look(request.device, request.workload.dtype)[0]
-            return self.word(found, order_of(net), serves=self.memory_limit_bytes is None)
+            word = self.word(found, order_of(net), serves=self.memory_limit_bytes is None)
+            self._own = found
+            return word
         except TokenRingError as error:
             return json.dumps({REFUSAL: str(error)}).encode()
 

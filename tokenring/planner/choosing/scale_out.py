@@ -13,9 +13,11 @@ import math
 from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from heapq import heapify, heappop, heappush
 
 from tokenring.display.units import time_text
 from tokenring.errors import ConfigurationError, MemoryLimitError
+from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.footprint import HeldBytes
 from tokenring.planner.bounds.bound import Bound
 from tokenring.planner.choosing.candidates import Candidate, over_limit
@@ -89,22 +91,29 @@ def _judged(
 ) -> Iterator[tuple[str, Figures | ConfigurationError | None]]:
     """Yield the figures, or why there are none; None where it takes more than so many times as long as enough others.
 
-    best: so many that keep to the limit are enough. Those of which one rank has least to do come first.
+    best: so many that keep to the limit are enough. Those that need least come first: by their busiest wires at first,
+    and then by all that a rank does, too.
     """
     fastest = [math.inf] * best  # of what keeps to the limit
-    waiting: list[tuple[float, int, str]] = []
+    waiting: list[tuple[float, int, str, bool]] = []
     task.progress.known += len(names)
     for at, name in enumerate(names):
         try:
-            worlds, _ = _worlds(name, task, FEW_HOSTS)
-            waiting.append((sum(worlds[-1].work_seconds(each) for each in task.setting.passes), at, name))
+            waiting.append((sum(world.wire_seconds(each) for world, each in _last_world(name, task)), at, name, False))
         except ConfigurationError as error:
             task.progress.looked_at += 1
             yield name, error
-    for _, _, name in sorted(waiting):
+    heapify(waiting)
+    while waiting:
+        least, at, name, worked = heappop(waiting)
+        most = ROUNDING * times * fastest[best - 1]
+        if not worked and not (least > most and _is_whole(name, task)):
+            least = sum(world.least_seconds(each) for world, each in _last_world(name, task))
+            heappush(waiting, (least, at, name, True))
+            continue
         task.progress.looked_at += 1
         try:
-            each = figures(name, task, FEW_HOSTS, ROUNDING * times * fastest[best - 1])
+            each = figures(name, task, FEW_HOSTS, most)
             if each is not None:
                 check_count(round(each.connections), task.setting.target)
                 insort(fastest, each.seconds if each.peak_bytes <= limit_bytes else math.inf)
@@ -112,6 +121,17 @@ def _judged(
             yield name, error
         else:
             yield name, each
+
+
+def _last_world(name: str, task: Task) -> Iterator[tuple[FoldedWorld, Pass]]:
+    """Yield the larger of the schedule's worlds, or its only one, with each pass. Raises ConfigurationError."""
+    worlds, _ = _worlds(name, task, FEW_HOSTS)
+    return ((worlds[-1], each) for each in task.setting.passes)
+
+
+def _is_whole(name: str, task: Task) -> bool:
+    """Return whether all hosts are folded: what some take does not bound what all take."""
+    return len(_worlds(name, task, FEW_HOSTS)[0]) == 1
 
 
 def has_equal_hosts(net: Interconnect) -> bool:
@@ -230,7 +250,10 @@ def figures(name: str, task: Task, few_hosts: int, hopeless_seconds: float) -> F
     worlds, times = _worlds(name, task, few_hosts)
     passes, total = task.setting.passes, None
     whole = worlds[0] if len(worlds) == 1 else None  # else what some hosts take does not bound what all take
-    least = [0.0 if whole is None else whole.work_seconds(each) for each in passes]
+    wires = [0.0 if whole is None else whole.wire_seconds(each) for each in passes]
+    if sum(wires) > hopeless_seconds:
+        return None
+    least = [0.0 if whole is None else whole.least_seconds(each) for each in passes]
     for at, direction in enumerate(passes):
         left_seconds = hopeless_seconds - (total.seconds if total else 0.0) - sum(least[at + 1 :])
         try:

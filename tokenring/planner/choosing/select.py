@@ -117,8 +117,7 @@ def decide(found: Judgement, setting: Setting, bound: Bound | None, memory_limit
     """Return the plan with the best of these schedules. Raises ConfigurationError where nothing fits."""
     judged = found.judged
     if not judged or not judged[0].fits(memory_limit_bytes):
-        wrong = MemoryLimitError if judged else ConfigurationError
-        raise wrong(_nothing_fits(found, setting, memory_limit_bytes))
+        raise _nothing_fits(found, setting, memory_limit_bytes)
     best = judged[0]
     candidates = tuple(_candidate(each, best, bound, memory_limit_bytes) for each in judged)
     if best.seconds > (1 + NOTHING) * min(each.seconds for each in judged if each.fits(memory_limit_bytes)):
@@ -366,15 +365,18 @@ def _reason(judged: Sequence[Judged], setting: Setting, bound: Bound | None, lim
     return "; ".join([text, *net.notes])
 
 
-def _nothing_fits(found: Judgement, setting: Setting, limit: int | None) -> str:
+def _nothing_fits(found: Judgement, setting: Setting, limit: int | None) -> ConfigurationError:
     judged, misfits = found.judged, found.misfits
     if judged and limit is not None:
         known = [(each, least) for each in judged if (least := _needed(each)) is not None]
         best, need = smallest(known, lambda each: needs(each.schedule, setting))
-        return too_little_text(limit, best.name, need, setting.target)
+        error = MemoryLimitError(too_little_text(limit, best.name, need, setting.target))
+        error.needs_bytes = need.peak_bytes
+        return error
+    wrong = MemoryLimitError if judged else ConfigurationError
     if misfits:
-        return f"no schedule fits: {misfits[0].name}: {misfits[0].reason}"
-    return "there is no schedule to choose from"
+        return wrong(f"no schedule fits: {misfits[0].name}: {misfits[0].reason}")
+    return wrong("there is no schedule to choose from")
 
 
 def _needed(each: Judged) -> int | None:

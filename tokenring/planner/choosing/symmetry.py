@@ -11,7 +11,7 @@ masks spoil the symmetry, and balanced layouts restore it on average.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tokenring.errors import ConfigurationError
@@ -120,15 +120,16 @@ class _Folding:
         self.world = symmetry.world_size
         self.q_layout, self.kv_layout = contiguous(self.world, length), contiguous(self.world, kv_length)
         self._images: dict[tuple[object, ...], Block] = {}
+        self._kv_known: dict[int, list[tuple[int, int, int, Block, Mapping[int, int]]]] = {}  # by head group
 
     def schedule(self) -> ScheduleData:
         scheme = self.scheme
         q_hops = self._hops("q", scheme.gather_q)
         kv_hops = self._hops("kv", scheme.gather_kv)
-        tiles = self._tiles(_arrivals(q_hops), _arrivals(kv_hops))
+        tiles, q_made, kv_made = self._tiles(_arrivals(q_hops), _arrivals(kv_hops))
         moves = [*self._requests(q_hops, tiles), *self._requests(kv_hops, tiles)]
-        moves += self._partials("q", scheme.return_q, tiles)
-        moves += self._partials("kv", scheme.return_kv, tiles)
+        moves += self._partials(scheme.return_q, q_made)
+        moves += self._partials(scheme.return_kv, kv_made)
         dense = ScheduleData(
             scheme.name, self.world, self.q_layout, self.kv_layout, Mask(), tuple(tiles), tuple(moves),
             scheme.head_groups, scheme.q_pieces, scheme.kv_pieces, scheme.keep, scheme.slack, scheme.codecs,
@@ -176,53 +177,87 @@ class _Folding:
 
     # ---------- tiles
 
-    def _tiles(self, q_arrivals: Arrivals, kv_arrivals: Arrivals) -> list[Tile]:
-        """Return all tiles of q units that host 0 owns, moved to host 0."""
-        tiles = []
-        unit, world, when = self.sym.unit, self.world, self.scheme.when
-        blocks = self._all_blocks()
+    def _tiles(self, q_arrivals: Arrivals, kv_arrivals: Arrivals) -> tuple[list[Tile], Made, Made]:
+        """Return all tiles of q units that host 0 owns, moved to host 0.
+
+        And for which units of host 0, of q and of kv, other ranks make partials, with the step of the last tile.
+        """
+        tiles: list[Tile] = []
+        q_made, kv_made = dict[Block, dict[int, int]](), dict[Block, dict[int, int]]()
+        world, unit, place, when = self.world, self.sym.unit, self.scheme.place, self.scheme.when
+        alone, heads_at = self._alone(), self._heads_by_host()
         for q in self._units("q"):
             _, q_owner, heads, q_piece, _ = q
-            q_due = q_arrivals[q]
-            for kv_owner in range(world):
-                kv_host = kv_owner // unit * unit
-                for piece in range(self.scheme.kv_pieces):
-                    pair = Pair(q_owner, kv_owner, heads, q_piece, piece, world)
-                    rank = self.scheme.place(pair)
-                    host = rank // unit * unit
-                    kv_due = kv_arrivals[blocks("kv", kv_owner - kv_host, self.sym.shift_heads(heads, kv_owner), piece)]
-                    step = max(
-                        0 if q_owner == rank else q_due.get(rank, 0),
-                        0 if kv_owner == rank else kv_due.get((rank - kv_host) % world, 0),
+            q_due, made_of_q = q_arrivals[q], dict[int, int]()
+            for kv_owner, kv_host, piece, kv, kv_due in self._kv_of(heads, kv_arrivals):
+                pair = Pair(q_owner, kv_owner, heads, q_piece, piece, world)
+                rank = place(pair)
+                host = rank - rank % unit
+                image = (rank - kv_host) % world
+                step = 0 if q_owner == rank else q_due.get(rank, 0)
+                if kv_owner != rank and (kv_step := kv_due.get(image, 0)) > step:
+                    step = kv_step
+                if when:
+                    step = when(pair, step)
+                if q_owner != rank and made_of_q.get(rank, -1) < step:
+                    made_of_q[rank] = step
+                if kv_owner != rank:
+                    made_of_kv = kv_made.setdefault(kv, {})
+                    if made_of_kv.get(image, -1) < step:
+                        made_of_kv[image] = step
+                there = heads_at[heads][rank // unit]
+                tiles.append(
+                    Tile(
+                        step,
+                        rank - host,
+                        alone["q"][there][q_piece][(q_owner - host) % world],
+                        alone["kv"][there][piece][(kv_owner - host) % world],
                     )
-                    there = self.sym.shift_heads(heads, rank)
-                    tiles.append(
-                        Tile(
-                            when(pair, step) if when else step,
-                            rank - host,
-                            (blocks("q", (q_owner - host) % world, there, q_piece),),
-                            (blocks("kv", (kv_owner - host) % world, there, piece),),
-                        )
-                    )
-        if not self.scheme.together:
-            return tiles
+                )
+            if made_of_q:
+                q_made[q] = made_of_q
+        return self._after_all(tiles, q_made, kv_made) if self.scheme.together else (tiles, q_made, kv_made)
+
+    def _after_all(self, tiles: list[Tile], q_made: Made, kv_made: Made) -> tuple[list[Tile], Made, Made]:
+        """Return the same where each rank computes all of its tiles in the step of its last."""
         last: dict[int, int] = defaultdict(int)
         for tile in tiles:
             last[tile.rank] = max(last[tile.rank], tile.step)
-        return [tile._replace(step=last[tile.rank]) for tile in tiles]
+        for made in (*q_made.values(), *kv_made.values()):
+            made.update((rank, last[rank % self.sym.unit]) for rank in made)
+        return [tile._replace(step=last[tile.rank]) for tile in tiles], q_made, kv_made
 
-    def _all_blocks(self) -> Callable[[Kind, int, int, int], Block]:
-        """Return the blocks of q and kv by kind, chunk, head group and piece: each is made once."""
+    def _kv_of(self, heads: int, arrivals: Arrivals) -> list[tuple[int, int, int, Block, Mapping[int, int]]]:
+        """Return all kv units of a head group: owner, first rank of its host, piece, image in host 0, when it is due.
+
+        Due: at images of ranks.
+        """
+        if heads not in self._kv_known:
+            found = []
+            for owner in range(self.world):
+                here = owner % self.sym.unit
+                for piece in range(self.scheme.kv_pieces):
+                    image = Block("kv", here, self.sym.shift_heads(heads, owner), piece)
+                    found.append((owner, owner - here, piece, image, arrivals[image]))
+            self._kv_known[heads] = found
+        return self._kv_known[heads]
+
+    def _heads_by_host(self) -> list[list[int]]:
+        """Return, of each head group, its image when each host becomes host 0."""
+        hosts = range(0, self.world, self.sym.unit)
+        return [[self.sym.shift_heads(heads, host) for host in hosts] for heads in range(self.scheme.head_groups)]
+
+    def _alone(self) -> dict[Kind, list[list[list[tuple[Block]]]]]:
+        """Return the blocks of q and kv by kind, head group, piece and chunk, each alone as of a tile; made once."""
         scheme, chunks = self.scheme, range(self.world)
         pieces_of: dict[Kind, int] = {"q": scheme.q_pieces, "kv": scheme.kv_pieces}
-        made = {
+        return {
             kind: [
-                [[Block(kind, chunk, heads, piece) for chunk in chunks] for piece in range(pieces)]
+                [[(Block(kind, chunk, heads, piece),) for chunk in chunks] for piece in range(pieces)]
                 for heads in range(scheme.head_groups)
             ]
             for kind, pieces in pieces_of.items()
         }
-        return lambda kind, chunk, heads, piece: made[kind][heads][piece][chunk]
 
     # ---------- moves
 
@@ -235,16 +270,7 @@ class _Folding:
                 needed.add((self._image(block, hop.src), self.sym.shift(hop.src, hop.src)))
                 yield from self._here(Move(hop.step, block, hop.src, hop.dst, REQUESTS))
 
-    def _partials(self, kind: Kind, back: Return, tiles: Iterable[Tile]) -> Iterator[Move]:
-        makers: dict[Block, dict[int, int]] = defaultdict(dict)
-        unit, world = self.sym.unit, self.world
-        for step, rank, q, kv in tiles:
-            for block in q if kind == "q" else kv:
-                chunk = block[1]
-                if chunk != rank:
-                    own = makers[self._image(block, chunk)]
-                    image = (rank - chunk // unit * unit) % world
-                    own[image] = max(own.get(image, 0), step)
+    def _partials(self, back: Return, makers: Made) -> Iterator[Move]:
         for block, steps in makers.items():
             held = set(steps)  # ranks that have something for it
             for hop in sorted(back(self._origin(block), steps), key=lambda hop: hop.step):
@@ -264,6 +290,7 @@ class _Folding:
 
 
 Arrivals = Mapping[Block, Mapping[int, int]]
+Made = dict[Block, dict[int, int]]  # of units: ranks elsewhere that make partials for them, each with its last step
 
 
 def _arrivals(hops: Mapping[Block, tuple[Hop, ...]]) -> dict[Block, dict[int, int]]:

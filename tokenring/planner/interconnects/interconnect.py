@@ -111,6 +111,13 @@ class Interconnect:
         return len({ways[device, to] for to in used if len(ways.get((device, to), ())) == 1})
 
     @cached_property
+    def port_links(self) -> int:
+        """Of how many links a rank's port is made: one to each peer in a full mesh, else 1."""
+        peers = self.world_size - 1
+        is_mesh = len(set(self.hosts)) == 1 and all(self.own_links(rank) == peers for rank in range(self.world_size))
+        return max(1, peers) if is_mesh else 1
+
+    @cached_property
     def hosts(self) -> tuple[int, ...]:
         """Host of each rank."""
         return tuple(host for host, _ in self.places)
@@ -127,12 +134,6 @@ class Interconnect:
 def of_one_host(name: str, fabric: LinkFabric, notes: Iterable[str] = ()) -> Interconnect:
     """Return the interconnect of one rank on each device of one host."""
     return Interconnect(name, (fabric,), tuple((0, device) for device in range(fabric.size)), tuple(notes))
-
-
-def of_hosts(name: str, fabric: LinkFabric, hosts: int, notes: Iterable[str] = ()) -> Interconnect:
-    """Return the interconnect of one rank on each device of equal hosts."""
-    places = tuple((host, device) for host in range(hosts) for device in range(fabric.size))
-    return Interconnect(name, (fabric,) * hosts, places, tuple(notes))
 
 
 # ---------- fabrics of the usual shapes
@@ -162,36 +163,6 @@ def ring_fabric(size: int, link_gbs: float) -> LinkFabric:
             ways[a, (a + distance) % size] = tuple(f"{src}>{dst}" for src, dst in pairwise(at))
     gbs = {f"{a}>{(a + step) % size}": link_gbs for a in range(size) for step in (1, -1)}
     return LinkFabric(size, ways, gbs)
-
-
-def tree_fabric(size: int, port_gbs: float, uplink_gbs: float, half_duplex: bool = False, leaf: int = 2) -> LinkFabric:
-    """Return the fabric of a host with PCIe: switches of `leaf` devices each, whose uplinks meet at a root."""
-    ways: dict[tuple[int, int], Way] = {}
-    for a in range(size):
-        for b in range(size):
-            if a != b:
-                up, down = a // leaf, b // leaf
-                over = (
-                    ()
-                    if up == down
-                    else (_uplink(f"leaf{up}", True, half_duplex), _uplink(f"leaf{down}", False, half_duplex))
-                )
-                ways[a, b] = (f"{a}>", *over, f">{b}")
-    gbs = {wire: uplink_gbs if "leaf" in wire else port_gbs for way in ways.values() for wire in way}
-    return LinkFabric(size, ways, gbs)
-
-
-def _uplink(name: str, up: bool, half_duplex: bool) -> str:
-    return name if half_duplex else f"{name}>" if up else f">{name}"
-
-
-def with_network(fabric: LinkFabric, gbs: float, nic_per_device: bool = True, half_duplex: bool = False) -> LinkFabric:
-    """Return the same host with NICs: one for each device, or one uplink that all share."""
-    names = [f"nic{device}" if nic_per_device else "uplink" for device in range(fabric.size)]
-    out = tuple((_uplink(name, True, half_duplex),) for name in names)
-    into = tuple((_uplink(name, False, half_duplex),) for name in names)
-    wires = {way[0]: gbs for way in (*out, *into)}
-    return LinkFabric(fabric.size, fabric.ways, {**fabric.gbs, **wires}, out, into, fabric.burst_bytes)
 
 
 # ---------- interconnects of the usual shapes

@@ -1,4 +1,4 @@
-"""From a topology to the interconnect of its ranks: ways and wires, with what a transfer really reaches.
+"""Turn a topology into the interconnect of its ranks: ways and wires, with what a transfer really reaches.
 
 What a topology leaves open is assumed, by the table below, and said in the notes of the interconnect, which a
 plan's reason repeats: measure (`tokenring topology --measure`) to replace it.

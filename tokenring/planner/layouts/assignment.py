@@ -29,6 +29,7 @@ class Swap(NamedTuple):
     loads: list[int]
     received: list[int]
     sent: list[int]
+    widest: list[int]
     rows: tuple[list[int], list[int]]
     columns: list[tuple[int, int, int]]
 
@@ -38,10 +39,14 @@ class Assignment:
 
     `moved[q][r]` is how many grains of rank r rank q needs; `received` and `sent` are its sums. Once it has its
     prices, the cost grows with the ports' grains, steeply near the busiest, and with pairs beyond `most_pairs`.
+    `links` is of how many links a port is made, one for each peer, or 1: then a port is as busy as if each of its links
+    carried what the busiest does.
     """
 
-    def __init__(self, demand: Demand, owners: Sequence[int], ranks: int, most_pairs: float) -> None:
-        self.demand, self.ranks, self.most_pairs = demand, ranks, most_pairs
+    def __init__(
+        self, demand: Demand, owners: Sequence[int], ranks: int, most_pairs: float, links: int = 1
+    ) -> None:
+        self.demand, self.ranks, self.most_pairs, self.links = demand, ranks, most_pairs, links
         self.owners = list(owners)
         self.held = [[chunk for chunk, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
         self.loads = [sum(demand.pairs[chunk] for chunk in held) for held in self.held]
@@ -55,6 +60,7 @@ class Assignment:
         ]
         self.received = [sum(line) for line in self.moved]
         self.sent = [sum(line[rank] for line in self.moved) for rank in range(ranks)]
+        self._widest = [max(line) for line in self.moved]  # grains that a rank receives from the one that sends most
         self._shared: list[int | None] = [None] * ranks  # grains that two or more chunks of a rank need
         self._liked: list[list[int] | None] = [None] * ranks
         self._liked_at, self.taken = [0] * ranks, 0  # swaps
@@ -62,30 +68,35 @@ class Assignment:
 
     @property
     def busiest_port(self) -> int:
-        """Grains that the busiest rank sends or receives, whichever is more."""
-        return max(*self.received, *self.sent)
+        """Grains that the busiest rank sends or receives, whichever is more, or would if all its links were as busy."""
+        return max(*self.received, *self.sent, self.links * max(self._widest))
 
     def price(self) -> None:
         """Set the costs by how busy the busiest port is now; multiplied out, since all hosts must agree on them."""
         scale, table = 0.8 * max(1, self.busiest_port), []
-        for grains in range(len(self.owners) * self.demand.grains + 1):
+        for grains in range(self.links * len(self.owners) * self.demand.grains + 1):
             share = grains / scale
             steep = share
             for _ in range(STEEPNESS):
                 steep *= steep
             table.append(steep + GUIDE * share)
         self._port_costs = table
-        self._costs = self._costs_of(self.loads, self.received, self.sent)
+        self._costs = self._costs_of(self.loads, self.received, self.sent, self._widest)
         self.cost = sum(self._costs)
 
     def _overload(self, load: float) -> float:
         return OVERLOAD * (load / self.most_pairs - 1) if load > self.most_pairs else 0.0
 
-    def _costs_of(self, loads: Sequence[int], received: Sequence[int], sent: Sequence[int]) -> list[float]:
+    def _costs_of(
+        self, loads: Sequence[int], received: Sequence[int], sent: Sequence[int], widest: Sequence[int]
+    ) -> list[float]:
         table, most = self._port_costs, self.most_pairs
+        busy = map(max, received, sent)
+        if self.links > 1:
+            busy = map(max, busy, (self.links * link for link in widest))
         return [
-            table[a if a > b else b] + (self._overload(load) if load > most else 0.0)
-            for load, a, b in zip(loads, received, sent, strict=True)
+            table[grains] + (self._overload(load) if load > most else 0.0)
+            for load, grains in zip(loads, busy, strict=True)
         ]
 
     def costliest(self) -> int:
@@ -135,22 +146,49 @@ class Assignment:
         first, second = (needed[0] & ~owned[0]).bit_count(), (needed[1] & ~owned[1]).bit_count()
         if least + self._port_costs[first] + self._port_costs[second] >= limit_here:
             return None
-        received, sent, rows, columns = self._moved_after(rank, other, both, owned, needed)
+        rows = self._rows_after(rank, other, owned, needed)
+        if self.links > 1:
+            busy = [max(port, self.links * max(row)) for port, row in zip((first, second), rows, strict=True)]
+            if least + self._port_costs[busy[0]] + self._port_costs[busy[1]] >= limit_here:
+                return None
+        received, sent, columns = self._moved_after(rank, other, both, owned, rows)
         received[rank], received[other] = first, second
-        costs = self._costs_of(loads, received, sent)
+        widest = self._widest_after(rank, other, rows, columns) if self.links > 1 else self._widest
+        costs = self._costs_of(loads, received, sent, widest)
         if sum(costs) >= limit:
             return None
         places = place, self.held[other].index(chunk)
-        return Swap(costs, (rank, other), places, owned, needed, loads, received, sent, rows, columns)
+        return Swap(costs, (rank, other), places, owned, needed, loads, received, sent, widest, rows, columns)
 
-    def _moved_after(
-        self, a: int, b: int, both: int, owned: tuple[int, int], needed: tuple[int, int]
-    ) -> tuple[list[int], list[int], tuple[list[int], list[int]], list[tuple[int, int, int]]]:
-        """Return what all receive and send once ranks a and b own and need this, and what changes of `moved`."""
+    def _widest_after(
+        self, a: int, b: int, rows: tuple[list[int], list[int]], columns: Sequence[tuple[int, int, int]]
+    ) -> list[int]:
+        """Return what each rank receives from the one that sends it most, once this of `moved` has changed."""
+        widest = self._widest[:]
+        widest[a], widest[b] = max(rows[0]), max(rows[1])
+        for rank, of_a, of_b in columns:
+            line, most = self.moved[rank], widest[rank]
+            if most in (line[a], line[b]):
+                widest[rank] = max(of_a, of_b, *(line[at] for at in range(self.ranks) if at not in (a, b)))
+            else:
+                widest[rank] = max(most, of_a, of_b)
+        return widest
+
+    def _rows_after(
+        self, a: int, b: int, owned: tuple[int, int], needed: tuple[int, int]
+    ) -> tuple[list[int], list[int]]:
+        """Return what ranks a and b receive from each, once they own and need this."""
         row_a = [(needed[0] & own).bit_count() for own in self.owned]
         row_b = [(needed[1] & own).bit_count() for own in self.owned]
         row_a[a], row_a[b] = 0, (needed[0] & owned[1]).bit_count()
         row_b[b], row_b[a] = 0, (needed[1] & owned[0]).bit_count()
+        return row_a, row_b
+
+    def _moved_after(
+        self, a: int, b: int, both: int, owned: tuple[int, int], rows: tuple[list[int], list[int]]
+    ) -> tuple[list[int], list[int], list[tuple[int, int, int]]]:
+        """Return what all receive and send once ranks a and b own and receive this, and how others' rows change."""
+        row_a, row_b = rows
         received, columns = self.received[:], []
         from_a, from_b = row_b[a], row_a[b]
         for rank, need in enumerate(self.needed):
@@ -166,7 +204,7 @@ class Assignment:
         before = zip(self.sent, self.moved[a], self.moved[b], row_a, row_b, strict=True)
         sent = [had - old_a - old_b + new_a + new_b for had, old_a, old_b, new_a, new_b in before]
         sent[a], sent[b] = from_a, from_b
-        return received, sent, (row_a, row_b), columns
+        return received, sent, columns
 
     def take(self, swap: Swap) -> None:
         """Do a swap."""
@@ -176,7 +214,7 @@ class Assignment:
         self.owners[from_a], self.owners[from_b] = b, a
         self.owned[a], self.owned[b] = swap.owned
         self.needed[a], self.needed[b] = swap.needed
-        self.loads, self.received, self.sent = swap.loads, swap.received, swap.sent
+        self.loads, self.received, self.sent, self._widest = swap.loads, swap.received, swap.sent, swap.widest
         self.moved[a], self.moved[b] = swap.rows
         for rank, of_a, of_b in swap.columns:
             self.moved[rank][a], self.moved[rank][b] = of_a, of_b

@@ -31,11 +31,12 @@ LEAST_ROWS = 64  # in a chunk
 
 
 @lru_cache(maxsize=64)
-def balanced_layout(mask: Mask, length: int, world_size: int, pairs_a_row: int = 0) -> Layout:
+def balanced_layout(mask: Mask, length: int, world_size: int, pairs_a_row: int = 0, links: int = 1) -> Layout:
     """Return the layout for a mask: a usual one where it does as well, else one that was searched for.
 
     pairs_a_row: (query, key) pairs that a rank computes while one row of kv enters or leaves it. Where transfers would
     take longer than even work, work is less even; 0: transfers are hidden, or nothing is known of them.
+    links: of how many links a rank's port is made (Interconnect.port_links): in a mesh, the busiest link decides.
     Raises ConfigurationError for an empty sequence.
     """
     usual = [make(world_size, length) for make in (zigzag, contiguous) if length % (2 * world_size) == 0]
@@ -45,9 +46,9 @@ def balanced_layout(mask: Mask, length: int, world_size: int, pairs_a_row: int =
         return usual[0]
     demand = demand_of(mask, length, count, GRAINS)
     most_pairs = SLACK * max(sum(demand.pairs), 1) / world_size
-    known = [Assignment(demand, _owners(layout, count), world_size, most_pairs) for layout in usual]
+    known = [Assignment(demand, _owners(layout, count), world_size, most_pairs, links) for layout in usual]
     pairs_a_grain = pairs_a_row * (length // (count * GRAINS))
-    found = _searched(demand, world_size, most_pairs, pairs_a_grain)
+    found = _searched(demand, world_size, most_pairs, pairs_a_grain, links)
     standings = [_standing(each, pairs_a_grain) for each in known]
     best = min(standings)
     if best <= _standing(found, pairs_a_grain):
@@ -55,9 +56,11 @@ def balanced_layout(mask: Mask, length: int, world_size: int, pairs_a_row: int =
     return _layout(found.owners, world_size, length)
 
 
-def layout_of(name: str | Layout, world_size: int, length: int, mask: Mask) -> Layout:
+def layout_of(name: str | Layout, world_size: int, length: int, mask: Mask, links: int = 1) -> Layout:
     """Return the layout of this name, "auto" among them, for a mask. Raises ConfigurationError."""
-    return balanced_layout(mask, length, world_size) if name == AUTO else make_layout(name, world_size, length)
+    if name == AUTO:
+        return balanced_layout(mask, length, world_size, links=links)
+    return make_layout(name, world_size, length)
 
 
 def imbalance(mask: Mask, layout: Layout) -> float:
@@ -114,24 +117,24 @@ def _layout(owners: Sequence[int], world_size: int, length: int) -> Layout:
 # ---------- the search
 
 
-def _searched(demand: Demand, world_size: int, most_pairs: float, pairs_a_grain: int) -> Assignment:
+def _searched(demand: Demand, world_size: int, most_pairs: float, pairs_a_grain: int, links: int) -> Assignment:
     """Return the best assignment that is found, of the smallest chunks.
 
     Where its transfers take longer than its work, ranks may have more work, half way between the two, and so on.
     """
-    best = _searched_within(demand, world_size, most_pairs)
+    best = _searched_within(demand, world_size, most_pairs, links)
     for _ in range(LOOSENED):
         transfer, work = best.busiest_port * pairs_a_grain, max(best.loads)
         if transfer <= work:
             break
-        looser = _searched_within(demand, world_size, (transfer + work) / 2)
+        looser = _searched_within(demand, world_size, (transfer + work) / 2, links)
         if _standing(looser, pairs_a_grain) >= _standing(best, pairs_a_grain):
             break
         best = looser
     return best
 
 
-def _searched_within(demand: Demand, world_size: int, most_pairs: float) -> Assignment:
+def _searched_within(demand: Demand, world_size: int, most_pairs: float, links: int) -> Assignment:
     """Return the best assignment that is found in which no rank has more work than this."""
     factor = 1 << (len(SWAPS) - 1)
     owners, random = _dealt(demand.coarser(factor), world_size, most_pairs), Random(0)
@@ -139,9 +142,9 @@ def _searched_within(demand: Demand, world_size: int, most_pairs: float) -> Assi
         sized = demand.coarser(factor)
         owners = [owner for owner in owners for _ in range(len(sized.pairs) // len(owners))]
         owners = _evened(sized, owners, world_size, most_pairs)
-        owners = _improved(Assignment(sized, owners, world_size, most_pairs), swaps, random)
+        owners = _improved(Assignment(sized, owners, world_size, most_pairs, links), swaps, random)
         factor //= 2
-    return Assignment(demand, owners, world_size, most_pairs)
+    return Assignment(demand, owners, world_size, most_pairs, links)
 
 
 def _dealt(demand: Demand, world_size: int, most_pairs: float) -> list[int]:

@@ -40,7 +40,8 @@ class Launches:
         self.program, self.kernel, self.of_pass = program, kernel, of_pass
         self.records, self.size = of_pass.records, of_pass.records.workload
         self.forward, self.half = program.direction == "forward", self.size.dtype != torch.float32
-        self._has_delta = False
+        self._has: set[str] = set()  # what is made once: lse and delta of own rows
+        self._shapes: set[int] = set()  # rows of calls so far
         self._collectives = {message: each for each in program.collectives for message in each.messages}
 
     def of(self, instruction: object) -> int:
@@ -72,9 +73,14 @@ class Launches:
         return 0 if any(each in self._collectives for each in collective.messages) else collective.parts
 
     def _pack(self, record: Record) -> int:
-        delta = not self._has_delta and any(field.name == "delta" for field in record.fields)
-        self._has_delta |= delta
-        return len(record.fields) + delta * (DELTA + 2 * self.half)
+        return len(record.fields) + sum(self._own(field.name) for field in record.fields)
+
+    def _own(self, name: str) -> int:
+        """Return the launches of a number of own rows that backward makes when it is first asked for."""
+        if self.forward or name in self._has or name not in ("lse", "delta"):
+            return 0
+        self._has.add(name)
+        return self.kernel.own_lse if name == "lse" else self.kernel.own_delta + DELTA + 2 * self.half
 
     # ---------- kernel calls
 
@@ -84,10 +90,12 @@ class Launches:
         if self.forward:
             return kernel.forward + copied + self._results(attend)
         copied += self._is_copied("q", attend.q)  # dout, which lies with what is new
+        copied += kernel.each_shape * (attend.q.rows not in self._shapes)
+        self._shapes.add(attend.q.rows)
         if attend.q.slot == OWN:
-            return kernel.backward + copied + self._is_copied("q", attend.q) + self._results(attend)  # out
-        stand_in = kernel.stand_in + 2 * self.half + (self.size.batch > 1)
-        return kernel.backward + stand_in + copied + self._results(attend)
+            copied += self._own("lse") + self._is_copied("q", attend.q)  # out
+            return kernel.backward + copied + self._results(attend)
+        return kernel.backward + kernel.stand_in + (self.size.batch > 1) + copied + self._results(attend)
 
     def _is_copied(self, kind: Kind, span: Span) -> bool:
         """Return True if operands do not lie as kernels want them: beside other fields, or only some of the heads."""

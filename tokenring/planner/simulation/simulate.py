@@ -228,7 +228,13 @@ class Simulation:
         if transfer.queue[0] is transfer:
             self._begin(transfer)
 
+    def _enqueue(self, transfer: Transfer) -> None:
+        transfer.queue = self.queues[self._queue_of(transfer)]
+        transfer.queue.append(transfer)
+
     def _queue_of(self, transfer: Transfer) -> Queue:
+        if self.messages.source_serial:
+            return transfer.src, -1, transfer.channel if self.messages.channels > 1 else ""
         pair = transfer.src, transfer.dst
         if self.messages.pair_serial:
             pair = min(pair, self._way_back(transfer))
@@ -308,13 +314,16 @@ class Simulation:
             way = self.net.way(src, dst)
             transfer = Transfer(src, dst, float(post.nbytes), way, post.label, post.step, post.channel)
             self.unmatched[(src, dst, post.channel), post.sends].append(transfer)
-            transfer.queue = self.queues[self._queue_of(transfer)]
-            transfer.queue.append(transfer)
+            if not self.messages.source_serial:
+                self._enqueue(transfer)
+        if self.messages.source_serial and post.sends:
+            self._enqueue(transfer)  # in the order of its source's posts, whenever its receive is posted
         transfer.posted += 1
         self.of_message[rank][post.message] = transfer
         if transfer.posted == 2 and self.messages.pipelined:
             self._at_time(self.now + self.messages.latency_seconds, transfer.dst, transfer)
-        self._start_next(transfer.queue)
+        if transfer.posted == 2:
+            self._start_next(transfer.queue)
 
 
 def simulate(

@@ -25,7 +25,8 @@ def ring(direction: int = 1, pieces: int = 1) -> Scheme:
     """Make Ring Attention (arXiv:2310.01889): kv blocks circulate; in backward their gradients follow them."""
     gather = routes.ring(direction)
     return Scheme(
-        "ring", at_query, gather_kv=gather, return_kv=routes.follow(gather), kv_pieces=pieces, slack=GRADIENT_SLACK
+        "ring", at_query, gather_kv=gather, return_kv=routes.follow(gather), kv_pieces=pieces, slack=GRADIENT_SLACK,
+        placed_by_q=True,
     )
 
 
@@ -44,6 +45,7 @@ def bidirectional(pieces: int = 2) -> Scheme:
         return_kv=routes.follow(gather),
         kv_pieces=pieces,
         slack=GRADIENT_SLACK,
+        placed_by_q=True,
     )
 
 
@@ -52,7 +54,7 @@ def direct_kv(pieces: int = 1, fused: bool = False) -> Scheme:
 
     fused: one tile for all that is due of one piece; else a tile for each rank it came from.
     """
-    return Scheme("direct-kv", at_query, gather_kv=_direct(fused), kv_pieces=pieces)
+    return Scheme("direct-kv", at_query, gather_kv=_direct(fused), kv_pieces=pieces, placed_by_q=True)
 
 
 def direct_q(pieces: int = 1, fused: bool = False) -> Scheme:
@@ -66,7 +68,7 @@ def _direct(fused: bool) -> routes.Gather:
 
 def all_gather_kv(world_size: int) -> Scheme:
     """Make a scheme with every kv block straight to every rank, which computes all it has to in one tile."""
-    return Scheme("all-gather-kv", at_query, gather_kv=routes.all_to_all, together=True)
+    return Scheme("all-gather-kv", at_query, gather_kv=routes.all_to_all, together=True, placed_by_q=True)
 
 
 def kv_cut(scheme: Scheme, pieces: int) -> Scheme:

@@ -1,4 +1,4 @@
-"""From one scheme to another: other ranks in its places, finer pieces, its mirror image."""
+"""Change a scheme into another: other ranks in its places, finer pieces, its mirror image."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def arranged(scheme: Scheme, order: Sequence[int]) -> Scheme:
         part[rank] = role
 
     def cast(pair: Pair) -> Pair:
-        _check_size(scheme, order, pair.world_size)
-        q_owner, kv_owner, *rest = pair
-        return Pair(part[q_owner], part[kv_owner], *rest)
+        q_owner, kv_owner, heads, q_piece, kv_piece, world_size = pair
+        if world_size != len(order):
+            _check_size(scheme, order, world_size)
+        return Pair(part[q_owner], part[kv_owner], heads, q_piece, kv_piece, world_size)
 
     def gather(of: Gather) -> Gather:
         def route(origin: Origin) -> tuple[Hop, ...]:

@@ -14,7 +14,7 @@ def multi_ring(world_size: int) -> Scheme:
     """Make a scheme with piece i of each KV block round Hamiltonian cycle i; in backward gradients follow."""
     gather = _rings(_cycles(world_size, "direct-kv"))
     return Scheme(
-        "multi-ring", at_query, gather_kv=gather, return_kv=routes.follow(gather),
+        "multi-ring", at_query, gather_kv=gather, return_kv=routes.follow(gather), placed_by_q=True,
         kv_pieces=max(1, world_size - 1), slack=GRADIENT_SLACK,
     )  # fmt: skip
 

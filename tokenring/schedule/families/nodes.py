@@ -32,7 +32,7 @@ def usp(world_size: int, heads: int) -> Scheme:
 
     return Scheme(
         "usp", lambda pair: pair.q_owner // heads * heads + pair.heads, lambda origin: to(here(origin), origin),
-        gather_kv, head_groups=heads, when=when,
+        gather_kv, head_groups=heads, when=when, placed_by_q=True,
     )  # fmt: skip
 
 
@@ -53,7 +53,8 @@ def double_ring(world_size: int, local: int) -> Scheme:
         return tuple(hops)
 
     return Scheme(
-        "double-ring", at_query, gather_kv=gather_kv, return_kv=routes.reduce_inside(local), slack=GRADIENT_SLACK
+        "double-ring", at_query, gather_kv=gather_kv, return_kv=routes.reduce_inside(local), slack=GRADIENT_SLACK,
+        placed_by_q=True,
     )
 
 
@@ -129,7 +130,7 @@ def relay_q(world_size: int, local: int) -> Scheme:
 def mesh_kv(world_size: int, *sizes: int) -> Scheme:
     """Make a scheme with KV gathered along one mesh dimension, then the next; gradients added up on the way back."""
     gather = _mesh(world_size, sizes)
-    return Scheme("mesh-kv", at_query, gather_kv=gather, return_kv=routes.reduce_back(gather))
+    return Scheme("mesh-kv", at_query, gather_kv=gather, return_kv=routes.reduce_back(gather), placed_by_q=True)
 
 
 def mesh_q(world_size: int, *sizes: int) -> Scheme:

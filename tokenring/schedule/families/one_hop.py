@@ -39,10 +39,9 @@ def packed(world_size: int, groups: int) -> Scheme:
         share = (heads * world_size + q_owner) // groups
         return (share * groups + share // cycle) % world_size
 
-    def ranks_of(heads: int) -> dict[int, None]:
-        return dict.fromkeys(rank_of(heads, owner) for owner in range(world_size))
-
-    first = {rank: heads for heads in reversed(range(groups)) for rank in ranks_of(heads)}
+    owners = range(world_size)
+    ranks_of = [tuple(dict.fromkeys(rank_of(heads, owner) for owner in owners)) for heads in range(groups)]
+    first = {rank: heads for heads in reversed(range(groups)) for rank in ranks_of[heads]}
 
     def due(heads: int, rank: int) -> int:
         """Return when a rank's head group is due: it computes one while the next is on its way."""
@@ -53,12 +52,12 @@ def packed(world_size: int, groups: int) -> Scheme:
         return to(rank, origin, due=due(origin.heads, rank))
 
     def gather_kv(origin: Origin) -> tuple[Hop, ...]:
-        ranks = (rank for rank in ranks_of(origin.heads) if rank != origin.owner)
-        return tuple(Hop(0, origin.owner, rank, due(origin.heads, rank)) for rank in ranks)
+        owner, heads = origin.owner, origin.heads
+        return tuple(Hop(0, owner, rank, due(heads, rank)) for rank in ranks_of[heads] if rank != owner)
 
     return Scheme(
         "packed", lambda pair: rank_of(pair.heads, pair.q_owner), gather_q, gather_kv, head_groups=groups, keep=KEEP,
-        when=lambda pair, _: due(pair.heads, rank_of(pair.heads, pair.q_owner)),
+        when=lambda pair, _: due(pair.heads, rank_of(pair.heads, pair.q_owner)), placed_by_q=True, timed_by_q=True,
     )  # fmt: skip
 
 
@@ -83,7 +82,7 @@ def uneven(world_size: int, groups: int) -> Scheme:
 
     return Scheme(
         "uneven", lambda pair: rank_of(pair.heads), gather, gather, head_groups=groups, keep=KEEP,
-        when=lambda pair, due: 1 + wave(pair.heads),
+        when=lambda pair, due: 1 + wave(pair.heads), placed_by_q=True, timed_by_q=True,
     )  # fmt: skip
 
 
@@ -123,4 +122,5 @@ def sub_sharded(world_size: int, heads: int, queries: int, keys: int) -> Scheme:
     return Scheme(
         "sub-sharded", lambda pair: (pair.heads * queries + pair.q_piece) * keys + pair.kv_piece, gather_q, gather_kv,
         head_groups=heads, q_pieces=queries, kv_pieces=keys, when=lambda pair, due: 1,
+        placed_by_q=True, timed_by_q=True,
     )  # fmt: skip

@@ -1,14 +1,20 @@
-"""docs/presets.md, written from the figures: `python -m tokenring.cli.plan.figures_page > docs/presets.md`."""
+"""docs/presets.md, written from the figures: `python benchmarks/presets_page.py > docs/presets.md`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
-from tokenring.cli.spelling import heads_text
-from tokenring.planner.machines.devices import DEVICES, DeviceFigures
-from tokenring.planner.machines.models import MODELS, ModelHeads
-from tokenring.planner.machines.presets import MAX_HOSTS, PRESETS, Preset
-from tokenring.planner.machines.sourced import GRADES, Figure
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from model_heads import MODELS, ModelHeads  # noqa: E402
+
+from tokenring.cli.spelling import heads_text  # noqa: E402
+from tokenring.planner.machines.devices import DEVICES, DeviceFigures  # noqa: E402
+from tokenring.planner.machines.presets import MAX_HOSTS, PRESETS, Preset  # noqa: E402
+from tokenring.planner.machines.sourced import GRADES, Figure  # noqa: E402
 
 HEAD = """\
 # Presets: known machines, devices and models
@@ -17,7 +23,7 @@ A preset is the topology of a known machine: you can plan for it without having 
 or `preset("hgx-h100")` of `tokenring.planner.machines.presets`. `preset:hgx-h100*4` is four such servers joined by
 their NICs; {max_hosts} are the most. A preset is a graph: each edge is a resource with a bandwidth, and transfers whose
 paths pass the same edge share it (`tokenring.planner.machines.server_spec`). The network between hosts never blocks.
-`python -m tokenring.cli.plan.figures_page` writes this page from the code; a test compares them.
+`python benchmarks/presets_page.py` writes this page from the code; a test compares them.
 
 Bandwidth is in GB/s (10^9 bytes) one way, as published. *Reached* is the share of it that a copy gets. No figure is
 fitted to a comparison of predictions with measurements. Grades:

@@ -1,6 +1,6 @@
 """s*: the fewest tokens a rank at which attention is compute-bound, for a preset, a model's heads and a schedule.
 
-`python -m tokenring.cli.plan.threshold` prints the table of docs/s-star.md. Attention counts as compute-bound when its
+`python benchmarks/s_star.py` prints the table of docs/s-star.md. Attention counts as compute-bound when its
 kernels take 95% of its time, forward and backward; below s* the choice of schedule matters, above it hardly does.
 """
 
@@ -13,23 +13,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
+from pathlib import Path
 
 import torch
 
-from tokenring.errors import ConfigurationError, TokenRingError
-from tokenring.ir.schedule_data import PASSES
-from tokenring.planner.choosing.auto import CallToPlan, make
-from tokenring.planner.interconnects.interconnect import Interconnect
-from tokenring.planner.interconnects.rank_order import context_parallel_group, heads_of_group, node_sizes
-from tokenring.planner.interconnects.wiring import interconnect_of
-from tokenring.planner.machines.machine import machine_of_preset
-from tokenring.planner.machines.models import MODELS, ModelHeads
-from tokenring.planner.machines.presets import PRESETS, preset
-from tokenring.planner.simulation.predict import Setting, predict
-from tokenring.schedule.families.registry import FAMILIES, parse, variants
-from tokenring.sequence.layout import make_layout
-from tokenring.sequence.mask import Causal, Full, Mask
-from tokenring.tables.rates import Machine
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from model_heads import MODELS, ModelHeads  # noqa: E402
+
+from tokenring.errors import ConfigurationError, TokenRingError  # noqa: E402
+from tokenring.ir.schedule_data import PASSES  # noqa: E402
+from tokenring.planner.choosing.auto import CallToPlan, make  # noqa: E402
+from tokenring.planner.interconnects.interconnect import Interconnect  # noqa: E402
+from tokenring.planner.interconnects.rank_order import context_parallel_group, heads_of_group, node_sizes  # noqa: E402
+from tokenring.planner.interconnects.wiring import interconnect_of  # noqa: E402
+from tokenring.planner.machines.machine import machine_of_preset  # noqa: E402
+from tokenring.planner.machines.presets import PRESETS, preset  # noqa: E402
+from tokenring.planner.simulation.predict import Setting, predict  # noqa: E402
+from tokenring.schedule.families.registry import FAMILIES, parse, variants  # noqa: E402
+from tokenring.sequence.layout import make_layout  # noqa: E402
+from tokenring.sequence.mask import Causal, Full, Mask  # noqa: E402
+from tokenring.tables.rates import Machine  # noqa: E402
 
 SHARE = 0.95
 CHUNKS = 2  # of a rank in a zigzag layout, the finer of the two that are used
@@ -162,7 +167,7 @@ def _names(option: str, text: str, known: Iterable[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table of the places and models that are asked for; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tokenring.cli.plan.threshold", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python benchmarks/s_star.py", description=__doc__)
     parser.add_argument("--presets", default=",".join(PRESETS), metavar="NAMES")
     parser.add_argument("--models", default=",".join(MODELS), metavar="NAMES")
     parser.add_argument("--families", default=",".join(SHOWN), metavar="NAMES")
