@@ -215,7 +215,7 @@ class Control:
     def check_usable(self) -> None:
         """Raise the error again that broke this group; ConfigurationError if its transport was closed."""
         if self.closed:
-            raise ConfigurationError("this transport was closed: make a new ContextParallel")
+            raise ConfigurationError("this transport was closed: make a new ContextParallel or TensorParallel")
         if self.broken is not None:
             raise PeerLost(
                 f"this group was broken before: {self.broken}. Destroy it and make a new one",

@@ -100,8 +100,8 @@ class StoreGather:
             raise PeerLost(
                 f"rank {names} of {self.world_size} {how} when the ranks met "
                 f"to exchange {what}: every rank of the group must make its first call. Look at that rank's "
-                f"log first; if it is only slow, raise timeout_seconds of ContextParallel. The group can be used "
-                f"further: the ranks meet anew when all of them make a new ContextParallel",
+                f"log first; if it is only slow, raise timeout_seconds of the context. The group can be used "
+                f"further: the ranks meet anew when all of them make a new context",
                 missing[0],
             )
         topics, texts = zip(*(each.split("\n", 1) for each in found), strict=True)

@@ -285,6 +285,7 @@ def test_options_are_checked() -> None:
         ({"schedule": "rings"}, "unknown schedule"),
         ({"schedule": "tiles/2x2"}, "2 × 2 is not 1"),
         ({"schedule": 3}, "give a name"),
+        ({"topology": "mesh"}, "topology is of type str; give an Interconnect"),
         ({"partials": torch.bfloat16}, "use torch.float32"),
     )
     for options, says in cases:

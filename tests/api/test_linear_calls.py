@@ -60,6 +60,10 @@ DIFFER: dict[str, tuple[Call, Call, str]] = {
     "batches of as many tokens": (of_x(2, 2, 8), of_x(1, 4, 8), "x: rank 0: [2, 2, 8]; rank 1: [1, 4, 8]"),
     "batches of a row layer": (of_h(2, 4, 2), of_h(1, 8, 2), "h: rank 0: [2, 4, 2]; rank 1: [1, 8, 2]"),
     "widths of a row layer": (of_h(1, 4, 2), of_h(1, 4, 2, wide=5), "weight: rank 0: [3, 2]; rank 1: [5, 2]"),
+    "dtypes": (
+        partial(tr.all_reduce, torch.ones(3)), partial(tr.all_reduce, torch.ones(3).bfloat16()),
+        "dtype: rank 0: torch.float32; rank 1: torch.bfloat16",
+    ),
     "who records": (
         partial(recorded, x=True, weight=True), torch.no_grad()(partial(recorded, x=True, weight=True)),
         "gradients of: rank 0: x and weight; rank 1: none",
@@ -83,6 +87,26 @@ def differing(here: Here, what: str, transport: str) -> str:
 @pytest.mark.parametrize("what", DIFFER)
 def test_ranks_that_differ(ranks: RankPools, what: str, transport: str) -> None:
     assert all(DIFFER[what][2] in text for text in ranks(2)(differing, what, transport))
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "stays": ({"stays": "tokens"}, "stays: rank 0: weights; rank 1: tokens"),
+    "partials": ({"partials": torch.float32}, "partials: rank 0: as the tensors; rank 1: torch.float32"),
+    "schedule": ({"schedule": "tokenring"}, "schedule: rank 0: direct-q; rank 1: tokenring"),
+}
+
+
+def otherwise(here: Here, what: str) -> str:
+    options = OPTIONS[what][0] if here.rank == 1 else {}
+    with tr.TensorParallel(transport=transport_of(here), **options) as tp:
+        with pytest.raises(tr.ConfigurationError) as caught:
+            of_x(1, 2, 8)(tp)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_contexts_that_differ(ranks: RankPools, what: str) -> None:
+    assert all(OPTIONS[what][1] in text for text in ranks(2)(otherwise, what))
 
 
 def without_memory(here: Here) -> tuple[str, int | None, bool]:

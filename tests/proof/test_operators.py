@@ -16,7 +16,8 @@ from tokenring.ir.operators import COLUMN, COLUMN_DW, COLUMN_DX, GATHER, OPERATO
 from tokenring.ir.schedule_data import ATTENTION, PASSES, Pass, TileOperator
 from tokenring.lowering.pair_box import pair_box
 from tokenring.lowering.program import NOTHING, Merge, Multiply, Pack, Program, Send
-from tokenring.proof.replay import replay
+from tokenring.lowering.target import NO_END, Target
+from tokenring.proof.replay import replay, replay_schedule
 from tokenring.schedule.names import make_schedule
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import make_layout
@@ -41,6 +42,20 @@ def made(name: str, operator: TileOperator, ranks: int = 4, rows: int = 8, colum
 @pytest.mark.parametrize("name", NAMES)
 def test_proved(name: str, operator: TileOperator) -> None:
     made(name, operator).verify()
+
+
+TARGETS = (
+    Target(bundle_bytes=NO_END), Target(bundle_bytes=NO_END, ahead_bytes=NO_END),
+    Target(early_receives=False, collectives=True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("operator", LINEAR, ids=lambda each: each.name)
+@pytest.mark.parametrize("name", ("direct-q/pieces4", "tokenring", "ring", "tiles/2x2", "reduced/2", "mesh-q/2x2"))
+def test_proved_for_other_targets(name: str, operator: TileOperator) -> None:
+    """Beside those for which every schedule is proved."""
+    for codecs in ((), WIDE):
+        replay_schedule(made(name, operator).replace(codecs=codecs), TARGETS)
 
 
 @pytest.mark.parametrize("operator", LINEAR, ids=lambda each: each.name)

@@ -105,6 +105,8 @@ class TensorParallel(Standing):
             raise ConfigurationError(f"schedule={schedule!r}: give a name, as 'direct-q', or 'auto'")
         if partials not in (None, torch.float32):
             raise ConfigurationError(f"partials={partials}: use torch.float32, or None for the tensors' dtype")
+        if topology is not None:
+            _check_topology(topology)
         self._closed = False
         self._base = ContextParallel(group, "contiguous", "ring", transport, timeout_seconds=timeout_seconds)
         self.rank, self.world_size, self.turn = self._base.rank, self._base.world_size, self._base.turn
@@ -331,6 +333,13 @@ def run(executor: Executor, own: dict[str, torch.Tensor]) -> ActiveCall:
 def taken(made: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a result in this dtype, the caller's to keep: in fp32 it is already."""
     return made.to(dtype, copy=dtype != torch.float32)
+
+
+def _check_topology(given: object) -> None:
+    from tokenring.planner.interconnects.interconnect import Interconnect
+
+    if not isinstance(given, Interconnect):
+        raise ConfigurationError(f"topology is of type {type(given).__name__}; give an Interconnect, or None")
 
 
 def _check_rows_move(name: str) -> None:
