@@ -1,16 +1,18 @@
-"""A Hugging Face model with its sequence split over all ranks: one attention function, and five lines around the call.
+"""A Hugging Face model with its sequences split over all ranks: one line, and one for the gradients.
 
     torchrun --standalone --nproc-per-node 2 examples/huggingface_model.py
 
-Where transformers is installed the model is its Llama, small and with random weights; else the one below, which calls
-its attention function as transformers' models do. Either way loss and gradients are compared with one process.
+Where transformers is installed the model is its Llama, small and with random weights. Else it is the one below, which
+calls an attention function as transformers' models do: what to add to a model of your own. Either way loss and
+gradients are compared with one process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,11 +20,45 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tokenring as tr
+from tokenring.integrations.transformers.training import add_up_gradients, use_tokenring
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, LAYERS, TOKENS = 256, 64, 4, 2, 2, 512
 
 
-# ---------- what a user adds
+class Step(NamedTuple):
+    """Loss and gradients over the ranks, and in one process."""
+
+    model: str
+    loss: Tensor
+    gradients: Tensor
+    loss_alone: Tensor
+    gradients_alone: Tensor
+
+
+# ---------- a model of transformers
+
+
+def step_of_transformers(cp: tr.ContextParallel, text: Tensor) -> Step:
+    """Raises ImportError where transformers is not installed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=TOKENS + 1,
+    )).to(text.device)  # fmt: skip
+    whole = deepcopy(model)
+
+    use_tokenring(model, cp)  # the one line
+    loss = model(input_ids=text, labels=text).loss  # whole sequences in; the loss of all of them, on every rank
+    loss.backward()
+    add_up_gradients(model, cp)  # unless DDP or FSDP joins them: then say gradients="mean" above
+
+    alone = whole(input_ids=text, labels=text).loss
+    alone.backward()
+    return Step(f"transformers' {type(model).__name__}", loss, gradients(model), alone, gradients(whole))
+
+
+# ---------- a model of one's own
 
 
 class TokenRingAttention:
@@ -52,32 +88,11 @@ def split_loss(model: nn.Module, cp: tr.ContextParallel, text: Tensor) -> Tensor
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-# ---------- a model: transformers' own, or one in its style
-
-
 def sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **named: Any) -> tuple[Tensor, None]:
     """What one process does."""
     scale = named.get("scaling")
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     return out.transpose(1, 2), None
-
-
-def make_model(attention: Callable[..., Any]) -> nn.Module:
-    """The same weights on every rank."""
-    torch.manual_seed(0)
-    try:
-        from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        return SmallLlama(attention)
-    name = f"attention of {type(attention).__name__}"
-    AttentionInterface.register(name, attention)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=TOKENS,
-        attn_implementation=name,
-    )  # fmt: skip
-    made: nn.Module = LlamaForCausalLM(config)
-    return made
 
 
 class SmallLayer(nn.Module):
@@ -127,7 +142,23 @@ class SmallLlama(nn.Module):
         return SimpleNamespace(logits=self.head(self.norm(x)))
 
 
-# ---------- loss and gradients, split and in one process
+def step_of_own(cp: tr.ContextParallel, text: Tensor) -> Step:
+    model = SmallLlama(TokenRingAttention(cp)).to(text.device)
+    whole = SmallLlama(sdpa).to(text.device)
+    whole.load_state_dict(model.state_dict())
+
+    loss = split_loss(model, cp, text)
+    torch.autograd.backward(loss)
+    found = gradients(model) / cp.world_size  # each rank's loss is a mean over equally many tokens
+    dist.all_reduce(found)
+    dist.all_reduce(loss)
+
+    alone = split_loss(whole, tr.ContextParallel("self"), text)
+    torch.autograd.backward(alone)
+    return Step(type(model).__name__, loss / cp.world_size, found, alone, gradients(whole))
+
+
+# ---------- both
 
 
 def gradients(model: nn.Module) -> Tensor:
@@ -140,22 +171,16 @@ def main() -> None:
     if kind == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     cp = tr.ContextParallel()
-    model, whole = make_model(TokenRingAttention(cp)).to(kind), make_model(sdpa).to(kind)
+    torch.manual_seed(0)  # the same weights and text on every rank
     text = torch.randint(0, VOCABULARY, (2, TOKENS + 1), device=kind)
-
-    loss = split_loss(model, cp, text)
-    torch.autograd.backward(loss)
-    found = gradients(model) / cp.world_size  # each rank's loss is a mean over equally many tokens
-    dist.all_reduce(found)
-
-    alone = split_loss(whole, tr.ContextParallel("self"), text)
-    torch.autograd.backward(alone)
-    wanted = gradients(whole)
-    dist.all_reduce(loss)
+    try:
+        step = step_of_transformers(cp, text)
+    except ImportError:
+        step = step_of_own(cp, text)
     if cp.rank == 0:
-        error = (found - wanted).norm() / wanted.norm()
-        print(f"{type(model).__module__}.{type(model).__name__}, {cp}")
-        print(f"loss {loss.item() / cp.world_size:.5f}, in one process {alone.item():.5f}")
+        error = (step.gradients - step.gradients_alone).norm() / step.gradients_alone.norm()
+        print(f"{step.model}, {cp}")
+        print(f"loss {step.loss.item():.5f}, in one process {step.loss_alone.item():.5f}")
         print(f"gradients, relative error against one process: {error:.1e}")
     dist.destroy_process_group()
 
