@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,7 @@ from tokenring.runtime.agreement import Disagreement, settle
 from tokenring.runtime.bound_kernel import holding, of_call, patches, spanned, together
 from tokenring.runtime.call import ActiveCall, Step, profiling, ranged, run_steps
 from tokenring.runtime.message_groups import Collectives, grouped, placed, settled
-from tokenring.runtime.pool import Landed, Pool, Views, heads_first, rows_first
+from tokenring.runtime.pool import Landed, Pool, Views, heads_first, own_rows, rows_first
 from tokenring.sequence.workload import Workload
 
 if TYPE_CHECKING:
@@ -143,6 +144,8 @@ class _Binder:
         self.program, self.head_range = views.program, views.records.head_range
         self.adopted: set[int] = set()  # output slots that take over a kernel's result
         self.collectives = Collectives(self.views, transport)
+        on_cpu = self.views.base.device.type == "cpu"  # elsewhere a device is asked for each copy
+        self.copying: Any = None if on_cpu else import_module("tokenring.runtime.copying")
 
     def bind_all(self, instructions: Sequence[Instruction]) -> list[Step]:
         """Return a step for each instruction; kernel calls that go together are made at the first of them."""
@@ -151,7 +154,7 @@ class _Binder:
             packed = [each for each in group if isinstance(each, Attend)] if len(group) > 1 else []
             steps.append(self._attend_packed(tuple(packed)) if packed else self.bind(group[0]))
             steps += [_nothing] * (len(group) - 1)
-        return steps
+        return steps if self.copying is None else self.copying.copied_together(self, instructions, steps)
 
     def bind(self, instruction: Instruction) -> Step:
         match instruction:
@@ -215,7 +218,7 @@ class _Binder:
         view = make(None)
         return lambda call: view
 
-    def _field(self, span: Span, name: str) -> Callable[[ActiveCall], torch.Tensor]:
+    def field(self, span: Span, name: str) -> Callable[[ActiveCall], torch.Tensor]:
         """Return a getter of a span's field, wherever it lies: [rows, B, heads, D], or [rows, B, heads]."""
         slot, spec = span.slot, self.program.slots[span.slot]
         if not spec.output:
@@ -224,18 +227,12 @@ class _Binder:
         return lambda call: call.outputs[slot][name][span.start : span.stop, :, low:high]
 
     def _pack(self, pack: Pack) -> Step:
-        names = [each.name for each in self.views.record(pack.into.slot).fields]
-        targets = [(name, self._field(pack.into, name)) for name in names]
-        low, high = self.head_range(pack.kind, pack.source.heads)
-        rows = slice(pack.source.start, pack.source.stop)
+        targets = [(each.name, self.field(pack.into, each.name)) for each in self.views.record(pack.into.slot).fields]
+        heads = self.head_range(pack.kind, pack.source.heads)
 
         def copy(call: ActiveCall) -> None:
             for name, target in targets:
-                own = call.own[name]
-                if own.dim() == 3:
-                    target(call).copy_(own[:, low:high, rows].permute(2, 0, 1))
-                else:
-                    target(call).copy_(own[:, rows, low:high].transpose(0, 1))
+                target(call).copy_(own_rows(call.own[name], pack.source, *heads))
 
         return copy
 
@@ -255,7 +252,9 @@ class _Binder:
         patch, direction = attend.patch, self.program.direction
         kernel, scale = of_call(self.kernel, self.scale)
         operands = self._operands(attend, attend)
-        sinks = [self._sink(attend, result) for result in attend.results]
+        copied = [each for each in attend.results if self.copying and each.first and not self.adopts(attend, each)]
+        sinks = [self.copying.results_copied(self, copied)] if copied else []
+        sinks += [self._sink(attend, result) for result in attend.results if result not in copied]
 
         def attend_tile(call: ActiveCall) -> None:
             given, out = operands(call)
@@ -309,9 +308,8 @@ class _Binder:
 
     def _sink(self, attend: Attend, result: Result) -> Sink:
         """Return a function that writes rows of a kernel's result to where they belong."""
-        whole = (attend.q if result.kind == "q_partial" else attend.kv).rows
         rows = slice(result.start, result.start + result.into.rows)
-        if self._adopts(result, whole):
+        if self.adopts(attend, result):
             return self._adopt(result)
         which = slice(0, 2) if self.forward else slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
         if self.forward:
@@ -319,12 +317,11 @@ class _Binder:
             accept: Accept = lambda call, news: accept_out(call, *news)  # noqa: E731
         else:
             accept = self.accept(result.kind, result.into, result.first)
-        if result.into.rows == whole:
-            return lambda call, made: accept(call, [rows_first(each) for each in made[which]])
         return lambda call, made: accept(call, [rows_first(each[:, :, rows]) for each in made[which]])
 
-    def _adopts(self, result: Result, rows: int) -> bool:
+    def adopts(self, attend: Attend, result: Result) -> bool:
         """Tell whether a kernel makes the whole of an output before anything else writes to it."""
+        rows = (attend.q if result.kind == "q_partial" else attend.kv).rows
         spec = self.program.slots[result.into.slot]
         low, high = self.head_range(spec.kind, result.into.heads)
         all_heads = high - low == self.views.record(result.into.slot).heads
@@ -339,7 +336,7 @@ class _Binder:
                 call.outputs[slot] = {"out": rows_first(made[0]), "lse": made[1].permute(2, 0, 1)}
 
             return take
-        names, which = self._names(result.kind), slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
+        names, which = self.names(result.kind), slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
 
         def take_gradients(call: ActiveCall, made: Made) -> None:
             call.outputs[slot] = {name: rows_first(each) for name, each in zip(names, made[which], strict=True)}
@@ -349,7 +346,7 @@ class _Binder:
     # ---------- accumulators
 
     def _accept_out(self, into: Span, first: bool) -> Callable[[ActiveCall, torch.Tensor, torch.Tensor], None]:
-        out, lse = self._field(into, "out"), self._field(into, "lse")
+        out, lse = self.field(into, "out"), self.field(into, "lse")
         if first:
             return copying(out, lse)
         slot = self.program.slots[into.slot]
@@ -359,14 +356,14 @@ class _Binder:
         scratch = self.views.scratch(into.rows, high - low)
         return accepting(merger, out, lse, scratch, into.slot if whole else None)
 
-    def _names(self, kind: Kind) -> tuple[str, ...]:
+    def names(self, kind: Kind) -> tuple[str, ...]:
         """Return the fields of a result: tensors, then statistics."""
         statistics, tensors = self.operator.carries[kind, self.program.direction]
         return (*tensors, *statistics)
 
     def accept(self, kind: Kind, into: Span, first: bool) -> Accept:
         """Return a function that adds results [rows, B, heads, D] to those that there are; the first is copied."""
-        targets = [self._field(into, name) for name in self._names(kind)]
+        targets = [self.field(into, name) for name in self.names(kind)]
 
         def add(call: ActiveCall, news: list[torch.Tensor]) -> None:
             for target, new in zip(targets, news, strict=True):
@@ -378,17 +375,19 @@ class _Binder:
         return add
 
     def _merge(self, merge: Merge) -> Step:
+        if merge.first and self.copying is not None:
+            return self.copying.merging(self, [merge])  # type: ignore[no-any-return]
         if self.forward and self.operator.merge == "log-sum-exp":
             accept = self._accept_out(merge.into, merge.first)
-            out, lse = self._field(merge.source, "out"), self._field(merge.source, "lse")
+            out, lse = self.field(merge.source, "out"), self.field(merge.source, "lse")
             return lambda call: accept(call, out(call), lse(call))
         add = self.accept(merge.kind, merge.into, merge.first)
-        sources = [self._field(merge.source, name) for name in self._names(merge.kind)]
+        sources = [self.field(merge.source, name) for name in self.names(merge.kind)]
         return lambda call: add(call, [source(call) for source in sources])
 
     def _fill(self, fill: Fill) -> Step:
-        empty = ((name, float("-inf") if name == "lse" else 0.0) for name in self._names(fill.kind))
-        targets = [(self._field(fill.into, name), value) for name, value in empty]
+        empty = ((name, float("-inf") if name == "lse" else 0.0) for name in self.names(fill.kind))
+        targets = [(self.field(fill.into, name), value) for name, value in empty]
 
         def clear(call: ActiveCall) -> None:
             for target, value in targets:
