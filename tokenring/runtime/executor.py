@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ from tokenring.runtime.bound_kernel import holding, of_call, patches, spanned, t
 from tokenring.runtime.call import ActiveCall, Step, profiling, ranged, run_steps
 from tokenring.runtime.joined_rows import JoinedBinder, with_runs
 from tokenring.runtime.message_groups import Collectives, grouped, placed, settled
-from tokenring.runtime.pool import Landed, Pool, Views, heads_first, rows_first
+from tokenring.runtime.pool import Landed, Pool, Views, heads_first, own_rows, rows_first
 from tokenring.sequence.workload import Workload
 
 if TYPE_CHECKING:
@@ -144,14 +145,18 @@ class _Binder:
         self.program, self.head_range = views.program, views.records.head_range
         self.adopted: set[int] = set()  # output slots that take over a kernel's result
         self.collectives, self.joined = Collectives(self.views, transport), JoinedBinder(self)
+        on_cpu = self.views.base.device.type == "cpu"  # elsewhere a device is asked for each copy
+        self.copying: Any = None if on_cpu else import_module("tokenring.runtime.copying")
 
     def bind_all(self, instructions: Sequence[Instruction]) -> list[Step]:
         """Return a step for each instruction; those that go together are made at the first of them."""
         steps: list[Step] = []
+        alone: list[Instruction | None] = []  # None: bound with others
         for group in with_runs(together(instructions, self.kernel)):
             steps.append(self.bind(group[0]) if len(group) == 1 else self._bind_together(group))
             steps += [_nothing] * (len(group) - 1)
-        return steps
+            alone += group if len(group) == 1 else [None] * len(group)
+        return steps if self.copying is None else self.copying.copied_together(self, alone, steps)
 
     def _bind_together(self, group: tuple[Any, ...]) -> Step:
         match group[0]:
@@ -232,18 +237,12 @@ class _Binder:
         return lambda call: call.outputs[slot][name][span.start : span.stop, :, low:high]
 
     def _pack(self, pack: Pack) -> Step:
-        names = [each.name for each in self.views.record(pack.into.slot).fields]
-        targets = [(name, self.field(pack.into, name)) for name in names]
-        low, high = self.head_range(pack.kind, pack.source.heads)
-        rows = slice(pack.source.start, pack.source.stop)
+        targets = [(each.name, self.field(pack.into, each.name)) for each in self.views.record(pack.into.slot).fields]
+        heads = self.head_range(pack.kind, pack.source.heads)
 
         def copy(call: ActiveCall) -> None:
             for name, target in targets:
-                own = call.own[name]
-                if own.dim() == 3:
-                    target(call).copy_(own[:, low:high, rows].permute(2, 0, 1))
-                else:
-                    target(call).copy_(own[:, rows, low:high].transpose(0, 1))
+                target(call).copy_(own_rows(call.own[name], pack.source, *heads))
 
         return copy
 
@@ -263,7 +262,9 @@ class _Binder:
         patch, direction = attend.patch, self.program.direction
         kernel, scale = of_call(self.kernel, self.scale)
         operands = self._operands(attend, attend)
-        sinks = [self.sink(attend, result) for result in attend.results]
+        copied = [each for each in attend.results if self.copying and each.first and not self.adopts(attend, each)]
+        sinks = [self.copying.results_copied(self, copied)] if copied else []
+        sinks += [self.sink(attend, result) for result in attend.results if result not in copied]
 
         def attend_tile(call: ActiveCall) -> None:
             given, out = operands(call)
@@ -312,9 +313,8 @@ class _Binder:
 
     def sink(self, attend: Attend, result: Result) -> Sink:
         """Return a function that writes rows of a kernel's result to where they belong."""
-        whole = (attend.q if result.kind == "q_partial" else attend.kv).rows
         rows = slice(result.start, result.start + result.into.rows)
-        if self._adopts(result, whole):
+        if self.adopts(attend, result):
             return self._adopt(result)
         which = slice(0, 2) if self.forward else slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
         if self.forward:
@@ -322,12 +322,11 @@ class _Binder:
             accept: Accept = lambda call, news: accept_out(call, *news)  # noqa: E731
         else:
             accept = self.accept(result.kind, result.into, result.first)
-        if result.into.rows == whole:
-            return lambda call, made: accept(call, [rows_first(each) for each in made[which]])
         return lambda call, made: accept(call, [rows_first(each[:, :, rows]) for each in made[which]])
 
-    def _adopts(self, result: Result, rows: int) -> bool:
+    def adopts(self, attend: Attend, result: Result) -> bool:
         """Tell whether a kernel makes the whole of an output before anything else writes to it."""
+        rows = (attend.q if result.kind == "q_partial" else attend.kv).rows
         spec = self.program.slots[result.into.slot]
         low, high = self.head_range(spec.kind, result.into.heads)
         all_heads = high - low == self.views.record(result.into.slot).heads
@@ -381,6 +380,8 @@ class _Binder:
         return add
 
     def _merge(self, merge: Merge) -> Step:
+        if merge.first and self.copying is not None:
+            return self.copying.merging(self, [merge])  # type: ignore[no-any-return]
         if self.forward and self.operator.merge == "log-sum-exp":
             accept = self._accept_out(merge.into, merge.first)
             out, lse = self.field(merge.source, "out"), self.field(merge.source, "lse")

@@ -206,6 +206,13 @@ def _strided(
     return typed.as_strided(shape, strides, at)
 
 
+def own_rows(x: torch.Tensor, span: Span, low: int, high: int) -> torch.Tensor:
+    """Return a view of own rows and heads as slots have them: [B, T, H, D] → [S, B, heads, D], [B, H, T] likewise."""
+    if x.dim() == 3:
+        return x[:, low:high, span.start : span.stop].permute(2, 0, 1)
+    return x[:, span.start : span.stop, low:high].transpose(0, 1)
+
+
 def heads_first(x: torch.Tensor) -> torch.Tensor:
     """Return a view with heads first: [S, B, H, ...] → [B, H, S, ...]."""
     return x.permute(1, 2, 0, 3) if x.dim() == 4 else x.permute(1, 2, 0)

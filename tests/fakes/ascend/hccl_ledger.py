@@ -118,9 +118,9 @@ class Ledger:
     def _check(self, memory: torch.Tensor, by: str, kinds: tuple[str, ...], does: str) -> None:
         if not self.in_use:
             return
-        start, stop = extent(memory)
+        parts = extents(memory)
         for each in self.in_use:
-            if each.kind in kinds and each.start < stop and start < each.stop:
+            if each.kind in kinds and any(each.start < stop and start < each.stop for start, stop in parts):
                 raise HcclError(f"{by} {does} the buffer of {each.name}, before that is waited for")
 
 
@@ -134,6 +134,20 @@ def extent(memory: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(memory.shape, memory.stride(), strict=True))
     return memory.data_ptr(), memory.data_ptr() + (last + 1) * memory.element_size()
+
+
+def extents(memory: torch.Tensor, most: int = 64) -> list[tuple[int, int]]:
+    """The same of each block, of up to so many, between which nothing of this tensor lies."""
+    if memory.numel() == 0:
+        return []
+    dims = sorted(range(memory.dim()), key=memory.stride, reverse=True)
+    starts = [memory.data_ptr()]
+    while dims and len(starts) * memory.shape[dims[0]] <= most:
+        outer, *dims = dims
+        step = memory.stride(outer) * memory.element_size()
+        starts = [start + step * at for start in starts for at in range(memory.shape[outer])]
+    inner = sum((memory.shape[dim] - 1) * memory.stride(dim) for dim in dims) + 1
+    return [(start, start + inner * memory.element_size()) for start in starts]
 
 
 @contextmanager

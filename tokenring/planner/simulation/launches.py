@@ -6,31 +6,17 @@ that a kernel computes in one call (packed documents) count as a call each, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from tokenring.ir.schedule_data import Kind, ScheduleData
+from tokenring.ir.schedule_data import Kind
 from tokenring.lowering.program import OWN, Attend, Fill, Merge, Pack, Program, Recv, Result, Send, Span
-from tokenring.lowering.records import Record, Records
+from tokenring.planner.simulation.copied import CopiesOfProgram, PassRecords
 from tokenring.tables.launching import KernelLaunches
 
 TENSORS = {"q": 1, "kv": 2, "q_partial": 1, "kv_partial": 2}  # operands, or gradients, that a block of a kind has
 OUT_AND_LSE = 2
 MERGE = 6  # logaddexp, clamp, sub, exp, lerp, copy: a merge by log-sum-exp (`torch_merger.py`), beside a conversion
 DELTA = 2  # of a row's dout · out: a product and its sum, beside two conversions
-
-
-class PassRecords:
-    """The common ground of a pass's programs: the records of blocks, and how many rows each rank has of its own."""
-
-    def __init__(self, schedule: ScheduleData, records: Records) -> None:
-        size = records.workload
-        self.records = records
-        self.forward_records = Records(schedule, size, "forward")  # of what forward keeps
-        self.own_rows: Mapping[Kind, int] = {
-            "q": size.q_length // schedule.world_size, "kv": size.kv_length // schedule.world_size
-        }  # fmt: skip
 
 
 class Launches:
@@ -40,6 +26,7 @@ class Launches:
         self.program, self.kernel, self.of_pass = program, kernel, of_pass
         self.records, self.size = of_pass.records, of_pass.records.workload
         self.forward, self.half = program.direction == "forward", self.size.dtype != torch.float32
+        self.copies = CopiesOfProgram(program, of_pass)
         self._has: set[str] = set()  # what is made once: lse and delta of own rows
         self._shapes: set[int] = set()  # rows of calls so far
         self._collectives = {message: each for each in program.collectives for message in each.messages}
@@ -50,9 +37,11 @@ class Launches:
             case Attend():
                 return self._attend(instruction)
             case Merge(kind, source, into, first):
-                return self._accepted(kind, into, first, source)
-            case Pack(_, _, into):
-                return self._pack(self._record(into.slot))
+                if first:
+                    return self.copies.of_merges(self.copies.together(instruction))
+                return self._accepted(kind, into, source)
+            case Pack():
+                return self._packs([each for each in self.copies.together(instruction) if isinstance(each, Pack)])
             case Fill(kind):
                 return OUT_AND_LSE if self.forward else TENSORS[kind]
             case Recv(message) | Send(message):
@@ -72,8 +61,9 @@ class Launches:
             return 1
         return 0 if any(each in self._collectives for each in collective.messages) else collective.parts
 
-    def _pack(self, record: Record) -> int:
-        return len(record.fields) + sum(self._own(field.name) for field in record.fields)
+    def _packs(self, packs: list[Pack]) -> int:
+        fields = [field.name for pack in packs for field in self.copies.record(pack.into.slot).fields]
+        return self.copies.of_packs(packs) + sum(map(self._own, fields))
 
     def _own(self, name: str) -> int:
         """Return the launches of a number of own rows that backward makes when it is first asked for."""
@@ -102,39 +92,32 @@ class Launches:
         batch = self.size.batch > 1
         if span.slot == OWN:
             return self.records.groups > 1 or (batch and span.rows != self.of_pass.own_rows[kind])
-        return batch or len(self._record(span.slot).fields) > 1
+        return batch or len(self.copies.record(span.slot).fields) > 1
 
     def _results(self, attend: Attend) -> int:
-        return sum(self._result(attend, each) for each in attend.results)
-
-    def _result(self, attend: Attend, result: Result) -> int:
-        if self._is_adopted(attend, result):
-            return 0
-        return self._accepted(result.kind, result.into, result.first)
+        """Return the launches of a kernel's results: adopted by the caller, copied as few times as go, or accepted."""
+        kept = [each for each in attend.results if not self._is_adopted(attend, each)]
+        launches = sum(self._accepted(each.kind, each.into) for each in kept if not each.first)
+        for rows, kind in ((attend.q.rows, "q_partial"), (attend.kv.rows, "kv_partial")):
+            launches += self.copies.of_results(rows, [each for each in kept if each.first and each.kind == kind])
+        return launches
 
     def _is_adopted(self, attend: Attend, result: Result) -> bool:
         """Return True if the caller gets what the kernel made."""
         slot = self.program.slots[result.into.slot]
         whole = (attend.q if result.kind == "q_partial" else attend.kv).rows
         low, high = self.records.head_range(slot.kind, result.into.heads)
-        all_heads = high - low == self._record(result.into.slot).heads
+        all_heads = high - low == self.copies.record(result.into.slot).heads
         return slot.output and result.first and all_heads and result.into.rows == whole == slot.rows
 
-    def _accepted(self, kind: Kind, into: Span, first: bool, source: Span | None = None) -> int:
-        """Return the launches of a result that is copied, merged or added to where it belongs; None: of a kernel's."""
+    def _accepted(self, kind: Kind, into: Span, source: Span | None = None) -> int:
+        """Return the launches of a result that is merged or added to what there is; source None: of a kernel's."""
         if not self.forward:
             return TENSORS[kind]
-        if first:
-            return OUT_AND_LSE
         given = self.size.dtype if source is None else self._out(source.slot)
         return MERGE + (given != self._out(into.slot))
 
     # ---------- slots
 
-    def _record(self, slot: int) -> Record:
-        spec = self.program.slots[slot]
-        records = self.of_pass.forward_records if spec.kept else self.records
-        return records(spec.kind, spec.full_precision, spec.all_heads)
-
     def _out(self, slot: int) -> torch.dtype:
-        return self._record(slot).field("out").dtype
+        return self.copies.record(slot).field("out").dtype

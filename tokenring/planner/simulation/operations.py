@@ -24,7 +24,8 @@ from tokenring.lowering.program import (
     made_by,
 )
 from tokenring.lowering.records import Records
-from tokenring.planner.simulation.launches import Launches, PassRecords
+from tokenring.planner.simulation.copied import PassRecords
+from tokenring.planner.simulation.launches import Launches
 from tokenring.sequence.region import Patch
 from tokenring.sequence.workload import Workload
 from tokenring.tables.launching import Launching
