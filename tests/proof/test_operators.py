@@ -18,6 +18,7 @@ from tokenring.lowering.pair_box import pair_box
 from tokenring.lowering.program import NOTHING, Merge, Multiply, Pack, Program, Send
 from tokenring.lowering.target import NO_END, Target
 from tokenring.proof.replay import replay, replay_schedule
+from tokenring.runtime.labels import Names
 from tokenring.schedule.names import make_schedule
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import make_layout
@@ -300,6 +301,16 @@ def test_what_leaves_is_made_first(name: str, first: str) -> None:
                 other = "kv_partial" if first == "q_partial" else "q_partial"
                 assert list(dict.fromkeys(kinds)) == [first, "send", other]
         assert apart
+
+
+def test_products_say_what_they_are_for() -> None:
+    program = programs("direct-q", COLUMN, "backward")[0]
+    said = [Names(program.instructions).of(program.instructions[at]) for at in of_type(program, Multiply)]
+    assert said == [
+        "multiply 0:8 × 0:8 for kv_partial for q_partial",
+        "multiply 8:32 × 0:8 for q_partial",
+        "multiply 8:32 × 0:8 for kv_partial",
+    ]
 
 
 def test_wrong_corners_where_a_side_carries_nothing() -> None:

@@ -27,7 +27,8 @@ class Names:
                 return f"attend {tile}".rstrip()
             case Multiply():
                 rows, columns = instruction.corner
-                return f"multiply {rows}:{rows + instruction.q.rows} × {columns}:{columns + instruction.kv.rows}"
+                to = "".join(f" for {kind}" for kind in sorted({each.kind for each in instruction.results}))
+                return f"multiply {rows}:{rows + instruction.q.rows} × {columns}:{columns + instruction.kv.rows}{to}"
             case Send():
                 return f"send {blocks(instruction)} to {instruction.dst}"
             case Recv():
