@@ -6,6 +6,7 @@ that lead to it; layers in the same state share both.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -56,15 +57,19 @@ class Deal(NamedTuple):
 
 
 class Filled:
-    """The tokens of one layer: their number, and the positions of those that lie sealed at each rank, and open."""
+    """The tokens of one layer: their number, and the positions of those that lie sealed at each rank, and open.
 
-    __slots__ = ("_after", "counts", "length", "open", "open_runs", "sealed")
+    trail: a digest of what led to it, by which ranks compare it in a time that does not depend on its length.
+    """
+
+    __slots__ = ("_after", "counts", "length", "open", "open_runs", "sealed", "trail")
 
     def __init__(
-        self, length: int, sealed: tuple[Runs, ...], counts: tuple[int, ...], open_runs: Runs, open_count: int
-    ) -> None:
+        self, length: int, sealed: tuple[Runs, ...], counts: tuple[int, ...], open_runs: Runs, open_count: int,
+        trail: str = "",
+    ) -> None:  # fmt: skip
         self.length, self.sealed, self.counts = length, sealed, counts
-        self.open_runs, self.open = open_runs, open_count
+        self.open_runs, self.open, self.trail = open_runs, open_count, trail
         self._after: dict[object, Appended] = {}
 
     @staticmethod
@@ -89,7 +94,12 @@ class Filled:
         """Return what is left of it with the first `length` tokens only."""
         sealed = tuple(below(runs, length) for runs in self.sealed)
         open_runs = below(self.open_runs, length)
-        return Filled(length, sealed, tuple(map(_count, sealed)), open_runs, _count(open_runs))
+        trail = self.then(f"keep {length}")
+        return Filled(length, sealed, tuple(map(_count, sealed)), open_runs, _count(open_runs), trail)
+
+    def then(self, what: str) -> str:
+        """Return the trail that goes on from here with an operation."""
+        return hashlib.sha256(f"{self.trail} {what}".encode()).hexdigest()[:16]
 
 
 class Appended(NamedTuple):
@@ -120,7 +130,8 @@ def _appended(before: Filled, tokens: int, room: Room) -> Appended:
         sealed[deal.rank] += cut(runs, deal.start, room.page)
     found = tuple(tuple(join_chunks(each)) for each in sealed) if deals else before.sealed
     opened = tuple(join_chunks(cut(runs, at, left)))
-    return Appended(Filled(before.length + tokens, found, tuple(counts), opened, left), tuple(deals), at)
+    after = Filled(before.length + tokens, found, tuple(counts), opened, left, before.then(f"append {tokens}"))
+    return Appended(after, tuple(deals), at)
 
 
 def _sharded(before: Filled, layout: Layout, room: Room) -> Filled:
@@ -133,7 +144,8 @@ def _sharded(before: Filled, layout: Layout, room: Room) -> Filled:
     sealed = []
     for rank, runs in enumerate(before.sealed):
         sealed.append(tuple(join_chunks([*runs, *runs_of(layout, rank, before.length)])))
-    return Filled(before.length + layout.length, tuple(sealed), counts, before.open_runs, before.open)
+    trail = before.then(f"shard {layout.name} {layout.length}")
+    return Filled(before.length + layout.length, tuple(sealed), counts, before.open_runs, before.open, trail)
 
 
 # ---------- runs of positions

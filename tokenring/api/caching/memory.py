@@ -120,13 +120,10 @@ class CacheMemory:
 
     def differing(self) -> str:
         """Return what layers hold, where some hold other tokens than others or at other ranks."""
-        distinct = dict.fromkeys(self.filled)  # layers in one state share it
-        if len(distinct) == 1:
+        distinct = set(self.filled)  # layers in one state share it
+        if len(distinct) == 1 or len({each.trail for each in distinct}) == 1:
             return "alike"
-        texts = {each: repr((each.length, each.sealed, each.open_runs)) for each in distinct}
-        if len(set(texts.values())) == 1:
-            return "alike"
-        digest = hashlib.sha256("".join(texts[each] for each in self.filled).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(" ".join(each.trail for each in self.filled).encode()).hexdigest()[:16]
         return f"{sorted({each.length for each in distinct})} tokens, {digest}"
 
     # ---------- for cached_attention
