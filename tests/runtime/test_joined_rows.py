@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations, pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ from tokenring.ir.schedule_data import PASSES
 from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.program import Attend, Fill, Merge, Span
 from tokenring.runtime import joined_rows
+from tokenring.runtime.bound_kernel import _follows
+from tokenring.runtime.chains import chained
 from tokenring.runtime.joined_rows import SlotRows, with_runs
 from tokenring.schedule.names import make_schedule
 from tokenring.sequence.layout import Layout, contiguous, make_layout
@@ -82,12 +86,12 @@ def computed(here: Here, schedule: str, many: int) -> list[torch.Tensor]:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("schedule", ["ring", "tokenring"])
-def test_every_row_is_the_same_to_the_bit(schedule: str, npus: NpuPools) -> None:
-    joined, alone = (npus(3)(computed, schedule, many) for many in (joined_rows.MANY, 10**6))
+@pytest.mark.parametrize(("schedule", "ranks"), [("ring", 3), ("tokenring", 3), ("ulysses", 2)])
+def test_every_row_is_the_same_to_the_bit(schedule: str, ranks: int, npus: NpuPools) -> None:
+    joined, alone = (npus(ranks)(computed, schedule, many) for many in (joined_rows.MANY, 10**6))
     for a, b in zip(joined, alone, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    layout, mask = pack(3, 7)
+    layout, mask = pack(ranks, 7)
     q, k, v, dout = inputs(layout.length)
     shown = torch.tensor([[mask.allows(i, j) for j in range(layout.length)] for i in range(layout.length)])
     want = attention64(q, k, v, dout, shown)
@@ -96,6 +100,38 @@ def test_every_row_is_the_same_to_the_bit(schedule: str, npus: NpuPools) -> None
 
 
 # ---------- which go together
+
+
+def call(q: tuple[int, int], kv: tuple[int, int]) -> Attend:
+    return Attend(0, Span(0, *q), Span(1, *kv), Patch(0, q[1] - q[0], 0, kv[1] - kv[0]), ())
+
+
+def test_calls_of_documents_in_several_places_go_in_chains() -> None:
+    """Three documents on two ranks, one after another: a chain for each pair of ranks, in the order of the calls."""
+    places = {(document, rank): (10 * rank + 2 * document, 10 * rank + 2 * document + 2)
+              for document in range(3) for rank in range(2)}  # fmt: skip
+    calls = [
+        call(places[document, q], places[document, kv]) for document in range(3) for q in range(2) for kv in range(2)
+    ]
+    chains = chained(calls, _follows)
+    assert [len(each) for each in chains] == [3] * 4
+    assert [one.q.start for one in chains[1]] == [0, 2, 4] and [one.kv.start for one in chains[1]] == [10, 12, 14]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_chains_keep_the_order_of_calls_that_share_anything(seed: int) -> None:
+    random = Random(seed)
+    spans = [(a, a + random.randint(1, 4)) for a in range(12)]
+    calls = [call(random.choice(spans), random.choice(spans)) for _ in range(60)]
+    chains = chained(calls, _follows)
+    order = [each for chain in chains for each in chain]
+    assert sorted(map(id, order)) == sorted(map(id, calls))
+    assert all(_follows(a, b) for chain in chains for a, b in pairwise(chain))
+    place = {id(each): at for at, each in enumerate(order)}
+    for earlier, later in combinations(calls, 2):
+        spanning = ((earlier.q, later.q), (earlier.kv, later.kv))
+        if any(a.start < b.stop and b.start < a.stop for a, b in spanning):
+            assert place[id(earlier)] < place[id(later)]
 
 
 def merges(*rows: tuple[int, int, bool], slot: int = 2) -> list[tuple[Any, ...]]:

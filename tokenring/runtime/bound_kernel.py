@@ -2,7 +2,7 @@
 
 Calls of one tile go together where the kernel computes several patches in one call: packed documents leave a tile with
 one patch for each document, and on accelerators so many small calls cost more than their arithmetic. What is computed,
-and where it goes, stays as lowering has said it.
+where it goes, and what of the same rows goes before what, stays as lowering has said it.
 
 Kernels are given positive scales only. Those that take the maximum of a row before they scale it (flash attention's
 do), or hide a pair by -inf before, are wrong for others. So a negative one is folded into q, and one that is zero in
@@ -22,10 +22,12 @@ from tokenring.backends.interfaces import AttentionKernel, MaskingKernel, Packin
 from tokenring.errors import ConfigurationError
 from tokenring.lowering.program import Attend, Instruction, Program, Span
 from tokenring.runtime.call import ActiveCall
+from tokenring.runtime.chains import chained
 from tokenring.sequence.region import Patch
 from tokenring.sequence.workload import Workload
 
 Together = tuple[Instruction, ...]
+MANY_RUNS = 8  # of neighbours, from which on calls of a tile go in chains
 MOST_TOGETHER = 512  # whose operands, lists of lengths and results one call is to hold
 LEAST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # what kernels compute with in fp32
 WHOLE = 2**24  # from here on neighbours in fp32 are whole numbers apart
@@ -48,19 +50,31 @@ def held(kernel: AttentionKernel, tiles: Tiles) -> AttentionKernel:
 
 def together(instructions: Iterable[Instruction], kernel: AttentionKernel) -> Iterator[Together]:
     """Yield the instructions in order, in tuples: kernel calls that go together in one, all others alone."""
-    run: list[Attend] = []  # of one tile, each beyond the one before
+    run: list[Attend] = []  # of one tile
     packs = isinstance(kernel, PackingKernel)  # asked once: it takes longer than all the rest
     for instruction in instructions:
         if packs and isinstance(instruction, Attend):
-            if run and not _follows(run[-1], instruction):
-                yield from _packed(run, kernel)
+            if run and not _of_one_tile(run[-1], instruction):
+                yield from _of_tile(run, kernel)
                 run = []
             run.append(instruction)
             continue
-        yield from _packed(run, kernel)
+        yield from _of_tile(run, kernel)
         run = []
         yield (instruction,)
-    yield from _packed(run, kernel)
+    yield from _of_tile(run, kernel)
+
+
+def _of_tile(calls: list[Attend], kernel: AttentionKernel) -> Iterator[Together]:
+    """Yield the calls of a tile in parts that the kernel takes: neighbours, or where these are many parts, chains."""
+    runs: list[list[Attend]] = []
+    for each in calls:
+        if runs and _follows(runs[-1][-1], each):
+            runs[-1].append(each)
+        else:
+            runs.append([each])
+    for run in runs if len(runs) < MANY_RUNS else chained(calls, _follows):
+        yield from _packed(run, kernel)
 
 
 def _packed(run: list[Attend], kernel: AttentionKernel) -> Iterator[Together]:
@@ -106,19 +120,15 @@ def spanned(first: Span, last: Span) -> Span:
     return first._replace(stop=last.stop)
 
 
-def _follows(before: Attend, attend: Attend) -> bool:
-    """Tell whether a call is of the same tile, with all its rows and columns beyond those of the one before."""
+def _of_one_tile(before: Attend, attend: Attend) -> bool:
     kept = (before.kept_q and before.kept_q.slot) == (attend.kept_q and attend.kept_q.slot)
-    return (
-        kept
-        and before.step == attend.step
-        and _beyond(before.q, attend.q)
-        and _beyond(before.kv, attend.kv)
-    )  # fmt: skip
+    alike = all((a.slot, a.heads) == (b.slot, b.heads) for a, b in ((before.q, attend.q), (before.kv, attend.kv)))
+    return kept and alike and before.step == attend.step
 
 
-def _beyond(before: Span, span: Span) -> bool:
-    return (before.slot, before.heads) == (span.slot, span.heads) and span.start >= before.stop
+def _follows(before: Attend, attend: Attend) -> bool:
+    """Tell whether all rows and columns of a call lie beyond those of another of its tile."""
+    return attend.q.start >= before.q.stop and attend.kv.start >= before.kv.stop
 
 
 # ---------- the scale
