@@ -110,8 +110,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [(["--save", "a.json"], "--save is for a plan of training"), (["--tokens", "0"], "--tokens"),
-     (["--layout", "zigzag"], "--layout is for a plan of training"),
+    [(["--save", "a.json"], "--save is for a plan of a whole sequence"), (["--tokens", "0"], "--tokens"),
+     (["--layout", "zigzag"], "--layout is for a plan of a whole sequence"),
      (["--seq", "128k"], "--seq 128k does not go with --cached: its lengths"),
      (["--mask", "causal"], "--mask causal does not go with --cached: new tokens see all"),
      (["--pass", "training"], "--pass training does not go with --cached: it is forward"),

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -33,6 +34,16 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 USAGE_ERROR = 2
+COMMANDS = {  # beside `schedule`: the module, whose `main` takes the arguments, and a line of help
+    "demo": ("tokenring.cli.demo", "a demonstration on this machine"),
+    "bench": ("tokenring.cli.bench", "schedules and other libraries against each other"),
+    "trace": ("tokenring.cli.trace", "what every rank does when, as a table and as pictures"),
+    "plan": ("tokenring.cli.plan.command", "which schedule is fastest on which machine, and why"),
+    "advise": ("tokenring.cli.advise.command", "which flags to give Megatron-core or diffusers, and why"),
+    "rates": ("tokenring.cli.rates.command", "measure this machine's attention kernel, or its transports"),
+    "doctor": ("tokenring.cli.doctor", "what is installed, what would be used, what is missing"),
+    "topology": ("tokenring.cli.topology.command", "what links the accelerators, here or in a dump"),
+}
 BUILD_OPTIONS = ("ranks", "layout", "mask", "direction", "pieces", "seq")  # what a file says itself
 
 
@@ -74,39 +85,8 @@ def main(
 
 def _run(argv: list[str], stdin: TextIO) -> int:
     argv = argv or ["--help"]
-    if argv[:1] == ["demo"]:
-        # Its options are its own, as bench's are.
-        from tokenring.cli.demo import main as demo_main
-
-        return int(demo_main(argv[1:]))
-    if argv[:1] == ["bench"]:
-        from tokenring.cli.bench import main as bench_main
-
-        return int(bench_main(argv[1:]))
-    if argv[:1] == ["trace"]:
-        from tokenring.cli.trace import main as trace_main
-
-        return int(trace_main(argv[1:]))
-    if argv[:1] == ["plan"]:
-        from tokenring.cli.plan.command import main as plan_main
-
-        return plan_main(argv[1:])
-    if argv[:1] == ["advise"]:
-        from tokenring.cli.advise.command import main as advise_main
-
-        return advise_main(argv[1:])
-    if argv[:1] == ["rates"]:
-        from tokenring.cli.rates.command import main as rates_main
-
-        return rates_main(argv[1:])
-    if argv[:1] == ["doctor"]:
-        from tokenring.cli.doctor import main as doctor_main
-
-        return doctor_main(argv[1:])
-    if argv[:1] == ["topology"]:
-        from tokenring.cli.topology.command import main as topology_main
-
-        return topology_main(argv[1:])
+    if argv[0] in COMMANDS:  # its options are its own; what it imports, no other command needs
+        return int(import_module(COMMANDS[argv[0]][0]).main(argv[1:]))
     options = read_options(_parser().parse_args, svg_printed(argv))
     if isinstance(options, int):
         return options
@@ -126,14 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="tokenring", description="Attention over many devices, with schedules that are data.")
     parser.add_argument("--version", action="version", version=f"tokenring {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    commands.add_parser("demo", help="a demonstration on this machine", add_help=False)
-    commands.add_parser("bench", help="schedules and other libraries against each other", add_help=False)
-    commands.add_parser("trace", help="what every rank does when, as a table and as pictures", add_help=False)
-    commands.add_parser("plan", help="which schedule is fastest on which machine, and why", add_help=False)
-    commands.add_parser("advise", help="which flags to give Megatron-core or diffusers, and why", add_help=False)
-    commands.add_parser("rates", help="measure this machine's attention kernel, or its transports", add_help=False)
-    commands.add_parser("doctor", help="what is installed, what would be used, what is missing", add_help=False)
-    commands.add_parser("topology", help="what links the accelerators, here or in a dump", add_help=False)
+    for name, (_, text) in COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
     schedule = commands.add_parser(
         "schedule",
         help="print, prove, export or draw a schedule",

@@ -188,10 +188,11 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigurationError(f"--{name} {getattr(options, name)}: use {least} or more")
     check_processes(options.ranks)
     check_schedule_name(options.schedule)
-    if not make_layout(options.layout, options.ranks, options.seq).is_even:
+    layout = make_layout(options.layout, options.ranks, options.seq)
+    if not layout.is_even:
         raise ConfigurationError(
             f"--seq {options.seq}: the demo's loss is a mean over equal parts, into which layout {options.layout} does "
-            f"not cut so many tokens for {options.ranks} ranks; take a multiple of {4 * options.ranks}"
+            f"not cut so many tokens for {options.ranks} ranks; take a multiple of {len(layout.chunks)}"
         )
     check_suffix("--svg", options.output, ".svg")
     check_output("--svg", Path(options.output))

@@ -41,7 +41,8 @@ def cached_call(options: argparse.Namespace, given: argparse.Namespace) -> Cache
     """
     for name in OF_ONE_PLAN:
         if getattr(options, name) not in (None, False):
-            raise ConfigurationError(f"--{name.replace('_', '-')} is for a plan of training, and not for --cached")
+            spelled = name.replace("_", "-")
+            raise ConfigurationError(f"--{spelled} is for a plan of a whole sequence, and not for --cached")
     for name, why in UNUSED.items():
         if (value := getattr(given, name)) not in (None, False, "forward"):
             said = ("pass" if name == "passes" else name) + ("" if value is True else f" {value}")
