@@ -31,6 +31,7 @@ from tokenring.planner.simulation.launches import Launches
 from tokenring.planner.simulation.operations import Compute, Operation, SimulatedPost, operations
 from tokenring.planner.simulation.predict import Setting, predict
 from tokenring.planner.simulation.simulate import simulate
+from tokenring.schedule.families.registry import FAMILIES
 from tokenring.schedule.names import make_schedule
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import parse_mask
@@ -53,13 +54,14 @@ class Call(NamedTuple):
     batch: int = 1
     dtype: torch.dtype = BF16
     transport: str = "hccl"
+    own_tokens: int = 32
 
     def schedule(self) -> ScheduleData:
-        layout = make_layout(self.layout, self.ranks, 32 * self.ranks)
+        layout = make_layout(self.layout, self.ranks, self.own_tokens * self.ranks)
         return make_schedule(self.name, layout, layout, parse_mask(self.mask))
 
     def size(self) -> Workload:
-        tokens = 32 * self.ranks
+        tokens = self.own_tokens * self.ranks
         return Workload(self.batch, tokens, tokens, *self.heads, 64, self.dtype)
 
 
@@ -97,6 +99,19 @@ def priced(call: Call, rank: int) -> Counted:
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_counted_and_priced_are_equal(call: Call, npus: NpuPools) -> None:
     for rank in range(call.ranks):
+        (found,) = npus(1)(counted, call, rank)
+        assert priced(call, rank) == found
+
+
+NEEDS = {"uneven": Call("uneven/6", heads=(6, 6)), "mixed": Call("mixed/1x2")}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, npus: NpuPools) -> None:
+    """A member of each, on 8 ranks in nodes of 4: two ranks, and both passes."""
+    names = (each for local in (4, 8) for each in FAMILIES[family].variants(8, Call("").size(), local))
+    call = NEEDS.get(family) or Call(next(names), own_tokens=112)  # its chunks seven pieces divide, and eight
+    for rank in (0, 5):
         (found,) = npus(1)(counted, call, rank)
         assert priced(call, rank) == found
 

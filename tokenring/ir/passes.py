@@ -35,8 +35,13 @@ def fuse(schedule: S) -> S:
 
 
 def in_sequence(schedule: ScheduleData, parts: Iterable[tuple[Block, ...]]) -> tuple[Block, ...]:
-    """Return all blocks of these parts, each once, in the order of the sequence."""
-    return tuple(sorted({block for part in parts for block in part}, key=schedule.positions))
+    """Return all blocks of these parts, of one kind, each once, in the order of the sequence."""
+    blocks = {block for part in parts for block in part}
+    if not blocks:
+        return ()
+    kind = next(iter(blocks))[0]
+    positions, pieces = schedule.unit_positions[kind[0]], schedule.pieces_of(kind)
+    return tuple(sorted(blocks, key=lambda block: positions[block[1] * pieces + block[3]]))
 
 
 def prune(schedule: S) -> S:
@@ -63,9 +68,12 @@ class UnitSight:
     def part(self, tile: Tile, q: tuple[Block, ...], kv: tuple[Block, ...]) -> Tile:
         """Return the tile with these blocks alone, without those that see or show nothing."""
         units = [each[1] * self._kv_pieces + each[3] for each in kv]
-        seen = [self.seen_by(each[1] * self._q_pieces + each[3]) for each in q]
-        seeing = tuple(each for each, of in zip(q, seen, strict=True) if not of.isdisjoint(units))
+        here = frozenset(units)
+        seen = [here & self.seen_by(each[1] * self._q_pieces + each[3]) for each in q]
         shown = frozenset().union(*seen)
+        if len(shown) == len(here) and all(seen):
+            return Tile(tile.step, tile.rank, q, kv)
+        seeing = tuple(each for each, of in zip(q, seen, strict=True) if of)
         return Tile(tile.step, tile.rank, seeing, tuple(b for b, unit in zip(kv, units, strict=True) if unit in shown))
 
     def seen_by(self, unit: int) -> frozenset[int]:

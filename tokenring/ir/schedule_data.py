@@ -251,6 +251,11 @@ class ScheduleData:
         kept = {"kv"} & self.keep if direction == "backward" else set()
         return frozenset(kind for kind in KINDS if (kind, direction) in self.operator.carries and kind not in kept)
 
+    @property
+    def any_adds(self) -> bool:
+        """True if a relay adds partials on their way."""
+        return bool(self._wide_partials)
+
     @cached_property
     def _wide_partials(self) -> frozenset[Block]:
         added = [(move.block, move.block._replace(made_at=move.dst)) for move in self.moves if move.add]

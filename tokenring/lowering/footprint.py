@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -41,16 +41,30 @@ FLOPS_PER_PAIR = {each: flops_per_pair(each, 1, 1) for each in PASSES}  # and el
 def link_bytes(schedule: ScheduleData, workload: Workload, direction: Pass = "forward") -> dict[tuple[int, int], int]:
     """Return the payload bytes of each (source, destination) that carries any in this pass."""
     records = Records(schedule, workload, direction)
+    rows = _even_rows(schedule, direction) or _moved_rows(schedule, direction)
+    links: dict[tuple[int, int], int] = defaultdict(int)
+    for (src, dst, kind, precise), count in rows.items():
+        links[src, dst] += count * records(kind, precise).nbytes
+    return dict(sorted(links.items()))
+
+
+def _moved_rows(schedule: ScheduleData, direction: Pass) -> dict[tuple[int, int, Kind, bool], int]:
+    """Return the rows of a pass's moves, by source, destination, kind and whether they go in full precision."""
     rows: dict[tuple[int, int, Kind, bool], int] = defaultdict(int)
     moves = schedule.moves_in(direction)
     counts = map(schedule.moved_rows, moves) if schedule.cuts_rows else map(schedule.rows, (move[1] for move in moves))
     full = schedule.in_full_precision
     for move, count in zip(moves, counts, strict=True):
         rows[move[2], move[3], move[1][0], full(move)] += count
-    links: dict[tuple[int, int], int] = defaultdict(int)
-    for (src, dst, kind, precise), count in rows.items():
-        links[src, dst] += count * records(kind, precise).nbytes
-    return dict(sorted(links.items()))
+    return rows
+
+
+def _even_rows(schedule: ScheduleData, direction: Pass) -> dict[tuple[int, int, Kind, bool], int] | None:
+    """Return the same where whole units move that are all as long, and no relay adds partials: counted; else None."""
+    if schedule.cuts_rows or schedule.any_adds or not (schedule.q_layout.is_even and schedule.kv_layout.is_even):
+        return None
+    counted = Counter((src, dst, block[0]) for _, block, src, dst, _, _, _ in schedule.moves_in(direction))
+    return {(src, dst, kind, False): count * schedule.unit_length(kind) for (src, dst, kind), count in counted.items()}
 
 
 def connections(some: Iterable[Link], target: Target, rank: int) -> int:

@@ -67,11 +67,11 @@ class Scheme:
 
 def build(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
     """Build the scheme's schedule for these layouts, pruned by the mask. Not yet verified."""
-    by_q = scheme.placed_by_q and scheme.timed_by_q and scheme.when is not None
-    if by_q and scheme.place_for is None and not scheme.together:
-        made = prune(dense(scheme, q_layout, kv_layout, mask, _fused_tiles))
-    else:
+    by_q = scheme.placed_by_q and scheme.timed_by_q and scheme.when is not None and scheme.place_for is None
+    if scheme.together:
         made = prune(fuse(dense(scheme, q_layout, kv_layout, mask)))
+    else:
+        made = prune(dense(scheme, q_layout, kv_layout, mask, _fused_tiles if by_q else _joined_tiles))
     made = order(keep_for_last(made) if scheme.late else made)
     if mask in WHOLE_UNITS:
         return made
@@ -172,14 +172,44 @@ Units = dict[tuple[int, int, int], UnitsDue]  # by owner, head group and piece
 TilesOf = Callable[[Schedule, Scheme, Units, Units], list[Tile]]
 
 
+Pairs = list[tuple[tuple[Block, ...], tuple[Block, ...]]]  # q and kv of tiles
+Groups = dict[tuple[int, int, int], Pairs]  # by step, rank and head group
+
+
 def _tiles(schedule: Schedule, scheme: Scheme, q_units: Units, kv_units: Units) -> list[Tile]:
+    groups = _groups(schedule, scheme, q_units, kv_units)
+    return [Tile(step, rank, q, kv) for (step, rank, _), pairs in groups.items() for q, kv in pairs]
+
+
+def _joined_tiles(schedule: Schedule, scheme: Scheme, q_units: Units, kv_units: Units) -> list[Tile]:
+    """Return what `fuse` makes of `_tiles`: here tiles are known by their units, of which no two are one."""
+    in_order: dict[frozenset[int], tuple[Block, ...]] = {}  # by the units' blocks, of which each is one object
+
+    def joined(parts: dict[int, tuple[Block, ...]]) -> tuple[Block, ...]:
+        key = frozenset(parts)
+        if key not in in_order:
+            in_order[key] = in_sequence(schedule, parts.values())
+        return in_order[key]
+
+    tiles: list[Tile] = []
+    for (step, rank, _), pairs in _groups(schedule, scheme, q_units, kv_units).items():
+        q, kv = {id(each): each for each, _ in pairs}, {id(each): each for _, each in pairs}
+        if 1 < len(pairs) == len(q) * len(kv):
+            tiles.append(Tile(step, rank, joined(q), joined(kv)))
+        else:
+            tiles += [Tile(step, rank, *pair) for pair in pairs]
+    return tiles
+
+
+def _groups(schedule: Schedule, scheme: Scheme, q_units: Units, kv_units: Units) -> Groups:
+    """Return all tiles, each of the units of one owner, head group and piece, by what they must share to be one."""
     world, place, when = schedule.world_size, scheme.place, scheme.when
     if scheme.place_for is not None:
         place = scheme.place_for(schedule.q_layout, schedule.kv_layout, schedule.mask)
     others: dict[int, list[tuple[int, int, UnitsDue]]] = defaultdict(list)  # kv owner, piece and units by head group
     for (kv_owner, heads, kv_piece), units in kv_units.items():
         others[heads].append((kv_owner, kv_piece, units))
-    tiles = []
+    groups: Groups = defaultdict(list)
     placed_by_q, kv_pieces = scheme.placed_by_q and scheme.place_for is None, range(scheme.kv_pieces)
     for (q_owner, heads, q_piece), (q, q_due, q_made) in q_units.items():
         ranks = [place(Pair(q_owner, 0, heads, q_piece, piece, world)) for piece in kv_pieces if placed_by_q]
@@ -196,8 +226,8 @@ def _tiles(schedule: Schedule, scheme: Scheme, q_units: Units, kv_units: Units) 
                 q_made[rank] = step
             if rank != kv_owner and kv_made.get(rank, -1) < step:
                 kv_made[rank] = step
-            tiles.append(Tile(step, rank, q, kv))
-    return tiles
+            groups[step, rank, heads].append((q, kv))
+    return groups
 
 
 def _fused_tiles(schedule: Schedule, scheme: Scheme, q_units: Units, kv_units: Units) -> list[Tile]:
