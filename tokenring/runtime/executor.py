@@ -144,9 +144,14 @@ class _Binder:
         self.operator = views.operator
         self.program, self.head_range = views.program, views.records.head_range
         self.adopted: set[int] = set()  # output slots that take over a kernel's result
-        self.collectives, self.joined = Collectives(self.views, transport), JoinedBinder(self)
+        self.collectives = Collectives(self.views, transport)
         on_cpu = self.views.base.device.type == "cpu"  # elsewhere a device is asked for each copy
         self.copying: Any = None if on_cpu else import_module("tokenring.runtime.copying")
+
+    @property
+    def joined(self) -> JoinedBinder:
+        """Return the binder of steps that go together; it is not held, as each would keep the other, and its memory."""
+        return JoinedBinder(self)
 
     def bind_all(self, instructions: Sequence[Instruction]) -> list[Step]:
         """Return a step for each instruction; those that go together are made at the first of them."""
