@@ -12,6 +12,7 @@ from tokenring.lowering.copies import Copied, MemoryPlace, as_one, copy_runs
 from tokenring.lowering.program import Instruction, Merge, Pack, Program, Result, Span
 from tokenring.runtime.call import ActiveCall, Step
 from tokenring.runtime.pool import Views, own_rows, rows_first
+from tokenring.runtime.running import running_together
 
 Fetch = Callable[[Any], torch.Tensor]  # of what a step is given: a tensor
 MOST_KEPT = 8  # plans of one step, by how its operands lie
@@ -79,7 +80,7 @@ class Binding(Protocol):
 
 def copied_together(binder: Binding, instructions: Sequence[Instruction], steps: Sequence[Step]) -> list[Step]:
     """Return the steps, of which some make the copies of others, too."""
-    made = list(steps)
+    made = running_together(binder, instructions, steps)
     for at, positions in copy_runs(instructions):
         run = [instructions[each] for each in positions]
         for each in positions:
