@@ -343,6 +343,22 @@ class PackingKernel(Protocol):
         """Return (dq, dk, dv) of each patch."""
 
 
+@runtime_checkable
+class RunningKernel(Protocol):
+    """A kernel that also keeps the result of tiles that go into the same rows one after another, merging each in."""
+
+    def runs(self, patches: Sequence[Patch]) -> bool:
+        """Return True if it does so for tiles of these patches: asked when a program is bound."""
+
+    def forward_running(
+        self, before: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, patch: Patch, scale: float
+    ) -> Any:
+        """Return the result so far, of what there was before (None at first) and this tile."""
+
+    def results(self, running: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out, in fp32, and lse of all tiles; see `AttentionKernel.forward`."""
+
+
 class Merger(Protocol):
     """Merges a partial result into a running one, and accumulates in fp32 whatever comes.
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from tokenring.backends.interfaces import Tiles
-from tokenring.backends.kernels import npu_packed
+from tokenring.backends.kernels import npu_packed, npu_running
 from tokenring.backends.kernels.npu_call import PlainRows, RowsOfCall
 from tokenring.backends.kernels.npu_masks import (
     EXPLICIT,
@@ -107,15 +107,49 @@ class NpuFusion:
         if patch.pairs() == 0:
             lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
             return q.new_zeros(*q.shape[:3], v.shape[-1]), lse
-        q, k = _wide_enough(q, k, v)
-        layout, how = _layout(q, k, v), options(patch, q.device, self._triangle)
-        operands = [_in_layout(x, layout) for x in (q, k, v)]
-        out, largest, total = self._forward(*operands, q.shape[1], layout, scale=scale, **how)[:3]
+        out, largest, total, layout = self._tile(q, k, v, patch, scale)
         lse = row_lse(largest, total)
         out = _in_layout_back(out, layout)
-        if how.get("sparse_mode") == EXPLICIT and not every_row_sees(patch):
-            return canonical(out, lse)
-        return out, lse
+        explicit = options(patch, q.device, self._triangle).get("sparse_mode") == EXPLICIT
+        return canonical(out, lse) if explicit and not every_row_sees(patch) else (out, lse)
+
+    def _tile(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, patch: Patch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, str]:
+        """Return out, maximum and sum as the operator gives them, and its layout."""
+        q, k = _wide_enough(q, k, v)
+        layout, how = _layout(q, k, v), options(patch, q.device, self._triangle)
+        operands = [_in_layout(q, layout), *_both_in_layout(k, v, layout)]
+        out, largest, total = self._forward(*operands, q.shape[1], layout, scale=scale, **how)[:3]
+        return out, largest, total, layout
+
+    # ---------- tiles that go into the same rows
+
+    def runs(self, patches: Sequence[Patch]) -> bool:
+        """Return True if all rows of these patches see something, and the operator that merges them is there."""
+        if self._bound is None or not all(patch.pairs() and every_row_sees(patch) for patch in patches):
+            return False
+        return npu_running.updating(self._bound[1]) is not None
+
+    def forward_running(
+        self,
+        before: npu_running.RunningRows | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        patch: Patch,
+        scale: float,
+    ) -> npu_running.RunningRows:
+        """Return the result so far, with this tile's; see RunningKernel.forward_running."""
+        out, largest, total, layout = self._tile(q, k, v, patch, scale)
+        tile = npu_running.begun(out, largest, total, layout)
+        update = None if before is None else npu_running.updating(q.device)
+        return tile if before is None or update is None else npu_running.merged(update, before, tile)
+
+    def results(self, running: npu_running.RunningRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse of all tiles; see RunningKernel.results."""
+        return running.results()
 
     def backward(
         self,
@@ -136,9 +170,9 @@ class NpuFusion:
         head_dim = q.shape[-1]
         q, k = _wide_enough(q, k, v)
         layout = _layout(q, k, v)
-        operands = [_in_layout(x, layout) for x in (q, k, v, dout.to(q.dtype))]
+        (own, given), pair = _both_in_layout(q, dout.to(q.dtype), layout), _both_in_layout(k, v, layout)
         made = self._gradient(
-            *operands, q.shape[1], layout, scale=scale,
+            own, *pair, given, q.shape[1], layout, scale=scale,
             attention_in=_in_layout(self.rows.out(dout, delta, out, q.dtype), layout),
             **self.rows.statistics(lse), **options(patch, q.device, self._triangle),
         )  # fmt: skip
@@ -206,6 +240,18 @@ def _layout(*operands: torch.Tensor) -> str:
 def _in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
     """Return [B, H, S, D] as the operator wants it."""
     return (x if layout == "BNSD" else x.transpose(1, 2)).contiguous()
+
+
+def _both_in_layout(a: torch.Tensor, b: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two tensors as the operator wants them: with one copy where they lie side by side, as in messages."""
+    a, b = (x if layout == "BNSD" else x.transpose(1, 2) for x in (a, b))
+    apart = b.storage_offset() - a.storage_offset()
+    alike = (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype) and apart > 0
+    one_memory = alike and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    if not one_memory or a.is_contiguous():
+        return a.contiguous(), b.contiguous()
+    both = a.as_strided((2, *a.shape), (apart, *a.stride()), a.storage_offset()).contiguous()
+    return both[0], both[1]
 
 
 def _in_layout_back(x: torch.Tensor, layout: str) -> torch.Tensor:

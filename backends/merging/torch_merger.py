@@ -38,6 +38,15 @@ def merge_(
     lse.copy_(total)
 
 
+def merge_seen_(
+    out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor, scratch: torch.Tensor
+) -> None:
+    """Merge as `merge_` does, where all rows of what comes have seen something: two operators less."""
+    torch.logaddexp(lse, new_lse, out=lse)
+    weight = torch.sub(new_lse, lse, out=scratch[1]).exp_()
+    out.lerp_(new_out.to(out.dtype), weight[..., None])
+
+
 @dataclass(frozen=True)
 class TorchMerger:
     """A merger by `merge_`: torch's operators, on any device. Other mergers that work in place derive from it."""
@@ -58,6 +67,17 @@ class TorchMerger:
     ) -> None:
         """Merge into out and lse, in place; see Merger.merge_."""
         merge_(out, lse, new_out, new_lse, scratch)
+
+    def merge_seen_(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        new_out: torch.Tensor,
+        new_lse: torch.Tensor,
+        scratch: torch.Tensor,
+    ) -> None:
+        """Merge into out and lse, in place, where every row of what comes has seen something."""
+        merge_seen_(out, lse, new_out, new_lse, scratch)
 
     def merged(
         self,
@@ -85,14 +105,18 @@ def copying(out: Fetch, lse: Fetch) -> AcceptOut:
     return copy
 
 
+def accepting_by(merge: Callable[..., None], out: Fetch, lse: Fetch, scratch: torch.Tensor) -> AcceptOut:
+    """Return a function that merges a partial result into a call's accumulators in place, by `merge`."""
+    return lambda call, new_out, new_lse: merge(out(call), lse(call), new_out, new_lse, scratch)
+
+
 def accepting(merger: Merger, out: Fetch, lse: Fetch, scratch: torch.Tensor, output: int | None) -> AcceptOut:
     """Return a function that merges a partial result into a call's accumulators, which `out` and `lse` fetch.
 
     output: the slot of call.outputs that they are the whole of, so that new tensors may take their place; else None.
     """
     if output is None:
-        merge = merger.merge_
-        return lambda call, new_out, new_lse: merge(out(call), lse(call), new_out, new_lse, scratch)
+        return accepting_by(merger.merge_, out, lse, scratch)
     merged, names = merger.merged, ("out", "lse")
 
     def replace(call: Any, new_out: torch.Tensor, new_lse: torch.Tensor) -> None:

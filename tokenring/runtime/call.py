@@ -36,6 +36,7 @@ class ActiveCall:
     handles: dict[int, Work] = field(default_factory=dict)
     any_delta: Callable[[Any], Any] | None = None
     kernel: Any = None
+    running: dict[int, Any] = field(default_factory=dict)  # by the first instruction of a run: results so far
 
 
 Step = Callable[[ActiveCall], None]

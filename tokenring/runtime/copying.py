@@ -10,8 +10,10 @@ import torch
 from tokenring.ir.schedule_data import Kind, TileOperator
 from tokenring.lowering.copies import Copied, MemoryPlace, as_one, copy_runs
 from tokenring.lowering.program import Instruction, Merge, Pack, Program, Result, Span
+from tokenring.runtime.bound_kernel import Together
 from tokenring.runtime.call import ActiveCall, Step
 from tokenring.runtime.pool import Views, own_rows, rows_first
+from tokenring.runtime.running import running_together
 
 Fetch = Callable[[Any], torch.Tensor]  # of what a step is given: a tensor
 MOST_KEPT = 8  # plans of one step, by how its operands lie
@@ -77,11 +79,13 @@ class Binding(Protocol):
         """Return the fields of a result."""
 
 
-def copied_together(binder: Binding, instructions: Sequence[Instruction | None], steps: Sequence[Step]) -> list[Step]:
-    """Return the steps, some of which make the copies of others. None: an instruction that was bound with others."""
-    made = list(steps)
-    for at, positions in copy_runs(instructions):
-        run = [instructions[each] for each in positions]
+def copied_together(binder: Binding, groups: Sequence[Together], steps: Sequence[Step]) -> list[Step]:
+    """Return the steps of groups of instructions, some of which make the copies of others, or merge their results."""
+    order = [each for group in groups for each in group]
+    alone = [each if len(group) == 1 else None for group in groups for each in group]
+    made = running_together(binder, order, alone, steps)
+    for at, positions in copy_runs(alone):
+        run = [order[each] for each in positions]
         for each in positions:
             made[each] = _nothing
         made[at] = packing(binder, run) if isinstance(run[0], Pack) else merging(binder, run)
@@ -92,7 +96,7 @@ def _nothing(call: ActiveCall) -> None:
     """Do nothing, for copies that are made with others."""
 
 
-def packing(binder: Binding, run: Sequence[Instruction | None]) -> Step:
+def packing(binder: Binding, run: Sequence[Instruction]) -> Step:
     """Return the step that makes the copies of all these packs."""
     copies, names = [], set[str]()
     for pack in run:
@@ -111,7 +115,7 @@ def _own(binder: Binding, name: str, span: Span, kind: Kind) -> Callable[[Active
     return lambda call: own_rows(call.own[name], span, *heads)
 
 
-def merging(binder: Binding, run: Sequence[Instruction | None]) -> Step:
+def merging(binder: Binding, run: Sequence[Instruction]) -> Step:
     """Return the step that copies all these first results to where they belong."""
     copies = []
     for merge in run:

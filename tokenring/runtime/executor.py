@@ -156,12 +156,11 @@ class _Binder:
     def bind_all(self, instructions: Sequence[Instruction]) -> list[Step]:
         """Return a step for each instruction; those that go together are made at the first of them."""
         steps: list[Step] = []
-        alone: list[Instruction | None] = []  # None: bound with others
-        for group in with_runs(together(instructions, self.kernel)):
+        groups = list(with_runs(together(instructions, self.kernel)))
+        for group in groups:
             steps.append(self.bind(group[0]) if len(group) == 1 else self._bind_together(group))
             steps += [_nothing] * (len(group) - 1)
-            alone += group if len(group) == 1 else [None] * len(group)
-        return steps if self.copying is None else self.copying.copied_together(self, alone, steps)
+        return steps if self.copying is None else self.copying.copied_together(self, groups, steps)
 
     def _bind_together(self, group: tuple[Any, ...]) -> Step:
         match group[0]:
@@ -266,7 +265,7 @@ class _Binder:
     def _attend(self, attend: Attend) -> Step:
         patch, direction = attend.patch, self.program.direction
         kernel, scale = of_call(self.kernel, self.scale)
-        operands = self._operands(attend, attend)
+        operands = self.operands(attend, attend)
         copied = [each for each in attend.results if self.copying and each.first and not self.adopts(attend, each)]
         sinks = [self.copying.results_copied(self, copied)] if copied else []
         sinks += [self.sink(attend, result) for result in attend.results if result not in copied]
@@ -282,7 +281,7 @@ class _Binder:
     def _attend_packed(self, attends: tuple[Attend, ...]) -> Step:
         """Bind several patches of a tile to one kernel call."""
         parts, (kernel, scale) = patches(attends), of_call(self.kernel, self.scale)
-        operands, accept = self._operands(attends[0], attends[-1]), self.joined.results(attends)
+        operands, accept = self.operands(attends[0], attends[-1]), self.joined.results(attends)
         packed = f"{self.program.direction}_packed"
 
         def attend_patches(call: ActiveCall) -> None:
@@ -291,7 +290,7 @@ class _Binder:
 
         return attend_patches
 
-    def _operands(self, first: Attend, last: Attend) -> Operands:
+    def operands(self, first: Attend, last: Attend) -> Operands:
         """Return the getter of a kernel's operands: the rows and columns from one call to another of the same tile."""
         q_span, kv_span = spanned(first.q, last.q), spanned(first.kv, last.kv)
         kept_q = spanned(first.kept_q, last.kept_q) if first.kept_q and last.kept_q else q_span
@@ -323,7 +322,7 @@ class _Binder:
             return self._adopt(result)
         which = slice(0, 2) if self.forward else slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
         if self.forward:
-            accept_out = self._accept_out(result.into, result.first)
+            accept_out = self.accept_out(result.into, result.first)
             accept: Accept = lambda call, news: accept_out(call, *news)  # noqa: E731
         else:
             accept = self.accept(result.kind, result.into, result.first)
@@ -355,7 +354,7 @@ class _Binder:
 
     # ---------- accumulators
 
-    def _accept_out(self, into: Span, first: bool) -> Callable[[ActiveCall, torch.Tensor, torch.Tensor], None]:
+    def accept_out(self, into: Span, first: bool) -> Callable[[ActiveCall, torch.Tensor, torch.Tensor], None]:
         out, lse = self.field(into, "out"), self.field(into, "lse")
         if first:
             return copying(out, lse)
@@ -388,7 +387,7 @@ class _Binder:
         if merge.first and self.copying is not None:
             return self.copying.merging(self, [merge])  # type: ignore[no-any-return]
         if self.forward and self.operator.merge == "log-sum-exp":
-            accept = self._accept_out(merge.into, merge.first)
+            accept = self.accept_out(merge.into, merge.first)
             out, lse = self.field(merge.source, "out"), self.field(merge.source, "lse")
             return lambda call: accept(call, out(call), lse(call))
         add = self.accept(merge.kind, merge.into, merge.first)

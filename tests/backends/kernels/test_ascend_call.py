@@ -13,7 +13,7 @@ import tokenring as tr
 from tokenring.api.autograd import OwnTensors
 from tokenring.backends.kernels.delta import whole_out
 from tokenring.backends.kernels.npu_call import RowsOfCall
-from tokenring.backends.kernels.npu_fusion import NpuFusion
+from tokenring.backends.kernels.npu_fusion import NpuFusion, _both_in_layout
 from tokenring.backends.kernels.npu_rows import statistics
 from tokenring.runtime.agreement import _rows_text
 
@@ -125,3 +125,20 @@ def agreed(here: Here) -> list[dict[str, object]]:
 def test_ranks_with_other_kernels_hear_of_it(npus: Any) -> None:
     """What travels differs: a rank without such a kernel would take the factor for delta."""
     assert npus(1)(agreed) == [[{"rows prepared for kernel": NpuFusion.name}, {}]]
+
+
+@pytest.mark.parametrize("layout", ["BSND", "BNSD"])
+def test_operands_side_by_side_are_copied_together(layout: str) -> None:
+    """As k and v lie in a slot: for each row both, one after the other."""
+    rows = torch.randn(5, 2, 3, 2, 4)  # of k and v, each [batch, heads, head dim]
+    k, v = (rows[:, which].permute(1, 2, 0, 3) for which in (0, 1))
+    made = _both_in_layout(k, v, layout)
+    for found, given in zip(made, (k, v), strict=True):
+        assert found.is_contiguous()
+        assert torch.equal(found if layout == "BNSD" else found.transpose(1, 2), given)
+    assert made[0].untyped_storage().data_ptr() == made[1].untyped_storage().data_ptr()
+    apart = _both_in_layout(v, k, layout)  # the other way round, and of two memories: two copies
+    assert apart[0].untyped_storage().data_ptr() != apart[1].untyped_storage().data_ptr()
+    assert torch.equal(apart[0], made[1]) and torch.equal(apart[1], made[0])
+    own = torch.randn(2, 5, 2, 4).transpose(1, 2)  # as a caller's: nothing is copied
+    assert _both_in_layout(own, own, "BSND")[0].data_ptr() == own.data_ptr()

@@ -76,16 +76,23 @@ class Launches:
 
     def _attend(self, attend: Attend) -> int:
         kernel, q, kv = self.kernel, attend.kept_q or attend.q, attend.kv
-        copied = TENSORS["kv"] * self._is_copied("kv", kv) + self._is_copied("q", q)
+        copied = self._copied_pair("kv", kv) + self._results(attend)
         if self.forward:
-            return kernel.forward + copied + self._results(attend)
-        copied += self._is_copied("q", attend.q)  # dout, which lies with what is new
+            return kernel.forward + self._is_copied("q", q) + copied
+        if q == attend.q:
+            copied += self._copied_pair("q", q)  # with dout, which lies with what is new
+        else:
+            copied += self._is_copied("q", q) + self._is_copied("q", attend.q)
         copied += kernel.each_shape * (attend.q.rows not in self._shapes)
         self._shapes.add(attend.q.rows)
         if attend.q.slot == OWN:
-            copied += self._own("lse") + self._is_copied("q", attend.q)  # out
-            return kernel.backward + copied + self._results(attend)
-        return kernel.backward + kernel.stand_in + (self.size.batch > 1) + copied + self._results(attend)
+            return kernel.backward + self._own("lse") + self._is_copied("q", attend.q) + copied  # out
+        return kernel.backward + kernel.stand_in + (self.size.batch > 1) + copied
+
+    def _copied_pair(self, kind: Kind, span: Span) -> int:
+        """Return the copies of k and v, or of q and dout: one of both where they lie side by side."""
+        apart = span.slot == OWN or self.size.head_dim != self.size.value_dim
+        return (2 if apart else 1) * self._is_copied(kind, span)
 
     def _is_copied(self, kind: Kind, span: Span) -> bool:
         """Return True if operands do not lie as kernels want them: beside other fields, or only some of the heads."""
