@@ -17,7 +17,7 @@ from tokenring.errors import BackendUnavailable, ConfigurationError, Unsupported
 from tokenring.integrations.transformers import comparing
 from tokenring.integrations.transformers.attention import ATTENTION_NAME, attend_layer
 from tokenring.integrations.transformers.batches import BATCH, CutBatch, cut_batch
-from tokenring.integrations.transformers.comparing import checksum
+from tokenring.integrations.transformers.comparing import checksum, facts_of
 from tokenring.integrations.transformers.masks import LayerMask
 from tokenring.integrations.transformers.refusals import check_attends, check_keywords, check_model
 from tokenring.integrations.transformers.training import _Calls, use_tokenring
@@ -379,3 +379,8 @@ def test_a_checksum_is_of_every_element_and_place(dtype: torch.dtype, monkeypatc
     assert len(set(found)) == len(found)
     monkeypatch.setattr(comparing, "PIECE", 3)
     assert int(checksum(x.T.contiguous().T)) == found[0]
+
+
+def test_facts_of_what_has_no_bits_of_its_own() -> None:
+    found = facts_of({"a": torch.zeros(2, device="meta"), "b": torch.eye(2).to_sparse(), "c": [1], "d": None, "e": 2})
+    assert found == {"a": "float32 [2]", "b": "float32 [2, 2]", "c": "a list", "e": "2"}

@@ -142,15 +142,15 @@ class _Binder:
         self, views: Views, transport: Transport | None, kernel: AttentionKernel, scale: float, forward: bool
     ) -> None:
         self.views, self.transport, self.kernel, self.scale, self.forward = views, transport, kernel, scale, forward
-        self.operator = views.operator
-        self.program, self.head_range = views.program, views.records.head_range
+        self.operator, self.program, self.head_range = views.operator, views.program, views.records.head_range
         self.adopted: set[int] = set()  # output slots that take over a kernel's result
         self.collectives = Collectives(self.views, transport)
         on_cpu = self.views.base.device.type == "cpu"  # elsewhere a device is asked for each copy
         self.copying: Any = None if on_cpu else import_module("tokenring.runtime.copying")
 
-    @cached_property
+    @property
     def joined(self) -> JoinedBinder:
+        """Return the binder of steps that go together: not held, as each would keep the other, and its memory."""
         from tokenring.runtime.joined_rows import JoinedBinder  # of kernels that pack, and programs that fill
 
         return JoinedBinder(self)

@@ -19,17 +19,21 @@ ODD, STRIDE, MIX = 0x2545F4914F6CDD1D, 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  #
 
 def facts_of(batch: Mapping[str, Any]) -> dict[str, str]:
     """Return what ranks compare of a whole batch, by name: of tensors size, dtype and a checksum of all elements."""
-    sums = {name: checksum(x) for name, x in batch.items() if isinstance(x, torch.Tensor)}
+    sums = {name: checksum(x) for name, x in batch.items() if isinstance(x, torch.Tensor) and _has_bits(x)}
     facts = {}
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
             kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-            facts[name] = f"{kind} of checksum {int(sums[name]) % (1 << 64):016x}"
+            facts[name] = f"{kind} of checksum {int(sums[name]) % (1 << 64):016x}" if name in sums else kind
         elif isinstance(value, (bool, int, float, str)):
             facts[name] = repr(value)
         elif value is not None:
             facts[name] = f"a {type(value).__name__}"
     return facts
+
+
+def _has_bits(x: torch.Tensor) -> bool:
+    return x.layout == torch.strided and x.device.type != "meta" and x.element_size() in BITS
 
 
 @torch.no_grad()
