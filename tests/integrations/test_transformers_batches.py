@@ -18,7 +18,6 @@ from tokenring.integrations.transformers import comparing
 from tokenring.integrations.transformers.attention import ATTENTION_NAME, attend_layer
 from tokenring.integrations.transformers.batches import BATCH, CutBatch, cut_batch
 from tokenring.integrations.transformers.comparing import checksum, facts_of
-from tokenring.integrations.transformers.configs import put_back, with_own_configs
 from tokenring.integrations.transformers.masks import LayerMask
 from tokenring.integrations.transformers.refusals import check_attends, check_keywords, check_model
 from tokenring.integrations.transformers.training import _Calls, use_tokenring
@@ -385,45 +384,3 @@ def test_a_checksum_is_of_every_element_and_place(dtype: torch.dtype, monkeypatc
 def test_facts_of_what_has_no_bits_of_its_own() -> None:
     found = facts_of({"a": torch.zeros(2, device="meta"), "b": torch.eye(2).to_sparse(), "c": [1], "d": None, "e": 2})
     assert found == {"a": "float32 [2]", "b": "float32 [2, 2]", "c": "a list", "e": "2"}
-
-
-# ---------- configs
-
-
-class Config(SimpleNamespace):
-    """With a part, as models of images and text have it."""
-
-    def get_text_config(self) -> Any:
-        return getattr(self, "text_config", self)
-
-
-def nested() -> Config:
-    return Config(_attn_implementation="eager", text_config=Config(_attn_implementation="sdpa"))
-
-
-def test_a_model_gets_configs_of_its_own() -> None:
-    """Parts too, shared by its modules as before; another model with the same ones keeps them."""
-    whole = nested()
-    model: Any = torch.nn.Sequential(OneLayer(), OneLayer())
-    other: Any = OneLayer()
-    other.config = model.config = whole
-    model[0].config = model[1].config = whole.text_config
-    given = with_own_configs(model)
-    assert model.config is not whole and model.config == whole and other.config is whole
-    assert model[0].config is model[1].config is model.config.text_config is not whole.text_config
-    model[0].config._attn_implementation = "ours"
-    assert whole == nested()
-    put_back(given)
-    assert model.config is whole and model[1].config is whole.text_config
-
-
-def test_what_the_config_of_text_says_counts() -> None:
-    rope = Config(text_config=Config(rope_parameters={"rope_type": "dynamic"}, max_position_embeddings=12))
-    with pytest.raises(UnsupportedError, match="rope_type 'dynamic' with 13 positions"):
-        cut_batch({"input_ids": TOKENS}, tr.ContextParallel("self"), rope)
-    router = Config(output_router_logits=False, text_config=Config(output_router_logits=True))
-    with pytest.raises(UnsupportedError, match="output_router_logits"):
-        check_keywords(router, {})
-    both_ways = Config(model_type="gemma3_text", text_config=Config(use_bidirectional_attention=True))
-    with pytest.raises(UnsupportedError, match="use_bidirectional_attention"):
-        check_model(SimpleNamespace(config=both_ways, set_attn_implementation=None), False)

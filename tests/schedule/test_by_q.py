@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tokenring.schedule.directions import moves_least
 from tokenring.schedule.families.change import arranged
 from tokenring.schedule.families.registry import parse
-from tokenring.schedule.names import make_schedule, moved_tokens
+from tokenring.schedule.names import make_schedule, moved_tokens, moves_least
 from tokenring.schedule.scheme import Scheme, build
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import parse_mask

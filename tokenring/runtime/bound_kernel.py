@@ -22,7 +22,6 @@ from tokenring.backends.interfaces import AttentionKernel, MaskingKernel, Packin
 from tokenring.errors import ConfigurationError
 from tokenring.lowering.program import Attend, Instruction, Program, Span
 from tokenring.runtime.call import ActiveCall
-from tokenring.runtime.chains import chained
 from tokenring.sequence.region import Patch
 from tokenring.sequence.workload import Workload
 
@@ -73,7 +72,11 @@ def _of_tile(calls: list[Attend], kernel: AttentionKernel) -> Iterator[Together]
             runs[-1].append(each)
         else:
             runs.append([each])
-    for run in runs if len(runs) < MANY_RUNS else chained(calls, _follows):
+    if len(runs) >= MANY_RUNS:
+        from tokenring.runtime.chains import chained  # which few programs need
+
+        runs = list(chained(calls, _follows))
+    for run in runs:
         yield from _packed(run, kernel)
 
 

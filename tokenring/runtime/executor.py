@@ -32,21 +32,22 @@ from tokenring.lowering.program import (
     Send,
     Span,
     Wait,
-)
+)  # fmt: skip
 from tokenring.runtime.agreement import Disagreement, settle
 from tokenring.runtime.bound_kernel import holding, of_call, patches, spanned, together
 from tokenring.runtime.call import ActiveCall, Step, profiling, ranged, run_steps
-from tokenring.runtime.joined_rows import JoinedBinder, with_runs
 from tokenring.runtime.message_groups import Collectives, grouped, placed, settled
 from tokenring.runtime.pool import Landed, Pool, Views, heads_first, own_rows, rows_first
 from tokenring.sequence.workload import Workload
 
 if TYPE_CHECKING:
+    from tokenring.runtime.joined_rows import JoinedBinder
     from tokenring.runtime.trace import Trace
 
 Made = tuple[torch.Tensor, ...]  # what a kernel returns
 Sink = Callable[[ActiveCall, Made], None]
 Operands = Callable[[ActiveCall], tuple[tuple[Any, ...], dict[str, torch.Tensor]]]  # by position, by name
+Getter = Callable[[ActiveCall], torch.Tensor]
 Accept = Callable[[ActiveCall, list[torch.Tensor]], None]
 
 
@@ -141,8 +142,7 @@ class _Binder:
         self, views: Views, transport: Transport | None, kernel: AttentionKernel, scale: float, forward: bool
     ) -> None:
         self.views, self.transport, self.kernel, self.scale, self.forward = views, transport, kernel, scale, forward
-        self.operator = views.operator
-        self.program, self.head_range = views.program, views.records.head_range
+        self.operator, self.program, self.head_range = views.operator, views.program, views.records.head_range
         self.adopted: set[int] = set()  # output slots that take over a kernel's result
         self.collectives = Collectives(self.views, transport)
         on_cpu = self.views.base.device.type == "cpu"  # elsewhere a device is asked for each copy
@@ -150,13 +150,17 @@ class _Binder:
 
     @property
     def joined(self) -> JoinedBinder:
-        """Return the binder of steps that go together; it is not held, as each would keep the other, and its memory."""
+        """Return the binder of steps that go together: not held, as each would keep the other, and its memory."""
+        from tokenring.runtime.joined_rows import JoinedBinder  # of kernels that pack, and programs that fill
+
         return JoinedBinder(self)
 
     def bind_all(self, instructions: Sequence[Instruction]) -> list[Step]:
         """Return a step for each instruction; those that go together are made at the first of them."""
         steps: list[Step] = []
-        groups = list(with_runs(together(instructions, self.kernel)))
+        groups = list(together(instructions, self.kernel))
+        if any(len(each) > 1 for each in groups):
+            groups = list(self.joined.runs(groups))
         for group in groups:
             steps.append(self.bind(group[0]) if len(group) == 1 else self._bind_together(group))
             steps += [_nothing] * (len(group) - 1)
@@ -222,9 +226,7 @@ class _Binder:
 
         return recv
 
-    def _fixed(
-        self, span: Span, make: Callable[[torch.Tensor | None], torch.Tensor]
-    ) -> Callable[[ActiveCall], torch.Tensor]:
+    def _fixed(self, span: Span, make: Callable[[torch.Tensor | None], torch.Tensor]) -> Getter:
         """Return a getter of a view that is made once, or for each call if it lies in memory of the call."""
         slot = span.slot
         if self.program.slots[slot].kept:
@@ -232,7 +234,7 @@ class _Binder:
         view = make(None)
         return lambda call: view
 
-    def field(self, span: Span, name: str) -> Callable[[ActiveCall], torch.Tensor]:
+    def field(self, span: Span, name: str) -> Getter:
         """Return a getter of a span's field, wherever it lies: [rows, B, heads, D], or [rows, B, heads]."""
         slot, spec = span.slot, self.program.slots[span.slot]
         if not spec.output:
@@ -252,12 +254,11 @@ class _Binder:
 
     # ---------- tiles
 
-    def operand(self, span: Span, name: str, kind: Kind) -> Callable[[ActiveCall], torch.Tensor]:
+    def operand(self, span: Span, name: str, kind: Kind) -> Getter:
         """Return a getter of a kernel operand: [B, H, S, D], or [B, H, S] for a statistic."""
         if span.slot != OWN:
             return self._fixed(span, lambda kept: heads_first(self.views.field(span, name, kept)))
-        low, high = self.head_range(kind, span.heads)
-        rows = slice(span.start, span.stop)
+        (low, high), rows = self.head_range(kind, span.heads), slice(span.start, span.stop)
         if name in ("lse", "delta"):
             return lambda call: call.own[name][:, low:high, rows]
         return lambda call: call.own[name][:, rows, low:high].transpose(1, 2)

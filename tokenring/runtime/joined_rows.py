@@ -122,6 +122,8 @@ class BindsRows(Protocol):
 class JoinedBinder:
     """Makes steps of several instructions, or of several results of one kernel call, for the executor's binder."""
 
+    runs = staticmethod(with_runs)
+
     def __init__(self, binder: BindsRows) -> None:
         self.binder, self.device = binder, binder.views.base.device
 

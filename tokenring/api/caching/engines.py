@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from tokenring.api.caching.agreeing import agree_together
 from tokenring.api.inputs import check_context
 from tokenring.errors import ConfigurationError
 from tokenring.runtime.agreement import Description, refusing
@@ -136,6 +135,8 @@ def _exchange(cp: ContextParallel, home: str, rows: Rows, q_width: int, device: 
     size = device.type, home, rows, q_width
     if size not in cp.agreed_sizes:
         fields = {"pass": "combine", "q_home": home, **rows._asdict(), "width of q": q_width, "device": device.type}
+        from tokenring.api.caching.agreeing import agree_together  # whoever calls attention alone need not load it
+
         agree_together(cp, device, Description.of(fields))
         while len(cp.agreed_sizes) >= AGREED_SIZES:  # on all ranks alike
             cp.agreed_sizes.pop(next(iter(cp.agreed_sizes)))
