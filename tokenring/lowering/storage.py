@@ -124,10 +124,8 @@ class Storage:
     def __init__(self, schedule: ScheduleData) -> None:
         self.schedule = schedule
         self._groups: dict[Block, Group] = {}
-        self._joined = self._join_fused()
+        self._joined: dict[int, dict[Group, Group]] = {}  # of the ranks that were asked for
         self._members: dict[tuple[int, Group], list[Group]] = defaultdict(list)
-        for (rank, group), key in self._joined.items():
-            self._members[rank, key].append(group)
         self._slabs: dict[tuple[int, Group], Slab] = {}
         ranks = range(schedule.world_size)
         self._slab_of: list[dict[Block, Slab]] = [{} for _ in ranks]
@@ -151,7 +149,7 @@ class Storage:
         slab = self._slab_of[rank].get(block)
         if slab is None:
             group = self.group(block)
-            key = self._joined.get((rank, group), group)
+            key = self._joined_at(rank).get(group, group)
             if (rank, key) not in self._slabs:
                 self._slabs[rank, key] = self._make(rank, key)
             slab = self._slab_of[rank][block] = self._slabs[rank, key]
@@ -242,21 +240,28 @@ class Storage:
         own = all(group[1] == rank for group in members)
         return Slab(key, tuple(blocks), own)
 
-    def _join_fused(self) -> dict[tuple[int, Group], Group]:
-        """Return, for groups that some tile reads together with another, the group that stands for all of them."""
-        parent: dict[tuple[int, Group], Group] = {}
+    def _joined_at(self, rank: int) -> dict[Group, Group]:
+        """Return, for groups that some tile of a rank reads together with another, the one that stands for all."""
+        if rank not in self._joined:
+            self._joined[rank] = self._join_fused(self._tiles[rank])
+            for group, key in self._joined[rank].items():
+                self._members[rank, key].append(group)
+        return self._joined[rank]
 
-        def find(rank: int, group: Group) -> Group:
-            while (up := parent.get((rank, group), group)) != group:
+    def _join_fused(self, tiles: Iterable[Tile]) -> dict[Group, Group]:
+        parent: dict[Group, Group] = {}
+
+        def find(group: Group) -> Group:
+            while (up := parent.get(group, group)) != group:
                 group = up
             return group
 
-        for tile in self.schedule.tiles:
+        for tile in tiles:
             for blocks in (tile.q, tile.kv):
                 groups = sorted({self.group(block) for block in blocks})
                 for group in groups:
                     if len(groups) > 1:
-                        parent.setdefault((tile.rank, group), group)
-                        low, high = sorted((find(tile.rank, groups[0]), find(tile.rank, group)))
-                        parent[tile.rank, high] = low
-        return {(rank, group): find(rank, group) for rank, group in parent}
+                        parent.setdefault(group, group)
+                        low, high = sorted((find(groups[0]), find(group)))
+                        parent[high] = low
+        return {group: find(group) for group in parent}
