@@ -19,10 +19,9 @@ from ranks import Here
 from test_ascend_kernel import BY_NAME, npu_kernel
 from test_ascend_operators import OPERATORS, draw, triangle
 
-from tokenring.backends.kernels import npu_fusion, npu_masks, npu_operator
+from tokenring.backends.kernels import npu_call, npu_fusion, npu_masks, npu_operator
 from tokenring.backends.kernels.npu_fusion import NpuFusion
-from tokenring.backends.kernels.npu_operator import find
-from tokenring.backends.kernels.npu_rows import canonical, row_lse, statistics
+from tokenring.backends.kernels.npu_operator import canonical, find, row_lse, statistics
 from tokenring.backends.kernels.reference import dense_mask
 from tokenring.backends.merging.torch_merger import merge_
 from tokenring.errors import BackendUnavailable
@@ -81,7 +80,7 @@ def all_copies(patched: pytest.MonkeyPatch) -> None:
 
 def local_statistics(patched: pytest.MonkeyPatch) -> None:
     """Gives the gradient a maximum of 0, as if rows had seen nothing."""
-    patched.setattr(npu_fusion, "statistics", lambda lse: statistics(torch.zeros_like(lse)))
+    patched.setattr(npu_call, "statistics", lambda lse: statistics(torch.zeros_like(lse)))
 
 
 def infinite_statistics(patched: pytest.MonkeyPatch) -> None:
@@ -91,7 +90,7 @@ def infinite_statistics(patched: pytest.MonkeyPatch) -> None:
         largest = lse[..., None].expand(*lse.shape, 8).contiguous()
         return {"softmax_max": largest, "softmax_sum": torch.ones_like(largest)}
 
-    patched.setattr(npu_fusion, "statistics", as_it_is)
+    patched.setattr(npu_call, "statistics", as_it_is)
 
 
 MUTANTS: dict[str, tuple[Spoil, str, type[Exception], str]] = {
