@@ -25,7 +25,7 @@ from test_ascend_kernel import BY_NAME
 from test_ascend_packed import CASES, Checked, tile_of
 from test_ascend_schemas import BAD_CALLS, canonical
 
-from tokenring.backends.kernels import npu_fusion, npu_masks
+from tokenring.backends.kernels import npu_call, npu_masks
 from tokenring.backends.kernels.npu_fusion import NpuFusion
 from tokenring.backends.transports.hccl import HcclTransport
 from tokenring.sequence.region import Patch
@@ -278,7 +278,7 @@ def without_layout(kernel: NpuFusion, patched: pytest.MonkeyPatch) -> None:
 
 def without_statistics(kernel: NpuFusion, patched: pytest.MonkeyPatch) -> None:
     """The signature lets them be missing, the golden does not."""
-    patched.setattr(npu_fusion, "statistics", lambda lse: {})
+    patched.setattr(npu_call, "statistics", lambda lse: {})
 
 
 def mask_as_list(kernel: NpuFusion, patched: pytest.MonkeyPatch) -> None:

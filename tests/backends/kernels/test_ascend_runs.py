@@ -23,6 +23,8 @@ from tokenring import Causal, ContextParallel, Documents, Full, Mask, SlidingWin
 from tokenring.backends.kernels import npu_trials
 from tokenring.backends.kernels.npu_fusion import NpuFusion
 from tokenring.backends.kernels.npu_packed import NpuPacking
+from tokenring.backends.kernels.npu_running import RunningRows
+from tokenring.backends.kernels.npu_running import merged as merged_rows
 from tokenring.backends.merging.torch_merger import merge_
 from tokenring.lowering.program import Attend
 
@@ -116,11 +118,12 @@ def test_half_is_accumulated_in_fp32(npus: NpuPools, world_size: int, mask: str)
 
 def test_what_is_accumulated_is_fp32(npus: NpuPools) -> None:
     """Whatever bf16 the operator gives: running outputs are merged, and gradients added up, in fp32."""
-    for merged, added in npus(4)(accumulated):
-        assert merged == added == {torch.float32}
+    for wheel in ("2.9.1", "2.13.0"):
+        for merged, added in npus(4)(accumulated, wheel):
+            assert merged == added == {torch.float32}
 
 
-def accumulated(here: Here) -> tuple[set[torch.dtype], set[torch.dtype]]:
+def accumulated(here: Here, wheel: str) -> tuple[set[torch.dtype], set[torch.dtype]]:
     merged, added = set[torch.dtype](), set[torch.dtype]()
 
     def merge(out: torch.Tensor, *others: torch.Tensor) -> None:
@@ -131,10 +134,15 @@ def accumulated(here: Here) -> tuple[set[torch.dtype], set[torch.dtype]]:
         added.add(x.dtype)
         return torch.Tensor.add_(x, other)
 
+    def update(operator: Any, before: RunningRows, after: RunningRows) -> RunningRows:
+        merged.update((before.out.dtype, after.out.dtype))
+        return merged_rows(operator, before, after)
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("tokenring.backends.merging.torch_merger.merge_", merge)
+        patched.setattr("tokenring.backends.kernels.npu_running.merged", update)
         patched.setattr(NpuTensor, "add_", add, raising=False)
-        runs(here, "2.13.0", "ring", "zigzag", Full(), (4, 2), torch.bfloat16)
+        runs(here, wheel, "ring", "zigzag", Full(), (4, 2), torch.bfloat16)
     return merged, added
 
 
