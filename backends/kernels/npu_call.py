@@ -13,7 +13,7 @@ import math
 import torch
 
 from tokenring.backends.kernels.delta import given, whole_out
-from tokenring.backends.kernels.npu_rows import COPIES, EMPTY, statistics
+from tokenring.backends.kernels.npu_operator import COPIES, EMPTY, statistics
 
 TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
@@ -22,7 +22,7 @@ class PlainRows:
     """Rows as the interface of kernels has them."""
 
     def statistics(self, lse: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the statistics of whole rows; see `npu_rows.statistics`."""
+        """Return the statistics of whole rows; see `npu_operator.statistics`."""
         return statistics(lse)
 
     def out(
@@ -40,7 +40,7 @@ class RowsOfCall(PlainRows):
 
     @staticmethod
     def prepared_lse(lse: torch.Tensor) -> torch.Tensor:
-        """Return lse with an ordinary value for rows that see nothing; see `npu_rows.statistics`."""
+        """Return lse with an ordinary value for rows that see nothing; see `npu_operator.statistics`."""
         return lse.masked_fill(lse <= EMPTY, 0.0)
 
     @staticmethod

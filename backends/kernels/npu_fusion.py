@@ -27,8 +27,7 @@ from tokenring.backends.kernels.npu_masks import (
     options,
     wants_triangle,
 )  # fmt: skip
-from tokenring.backends.kernels.npu_operator import Operator, find
-from tokenring.backends.kernels.npu_rows import canonical, row_lse
+from tokenring.backends.kernels.npu_operator import Operator, canonical, find, row_lse
 from tokenring.backends.kernels.npu_trials import packs_in_token_order
 from tokenring.backends.widths import cut, filled
 from tokenring.sequence.region import Patch

@@ -1,7 +1,7 @@
-"""Operators of torch_npu, called by what their schema says that they take, and by no version number.
+"""Operators of torch_npu, called by what their schema says that they take, and the statistics of rows in them.
 
-The second version renames pre_tockens, the gradient says scale_value, and older ones lack what newer ones have:
-the names are looked up once (Ascend/op-plugin, op_plugin_functions.yaml).
+No version number counts. The second version renames pre_tockens, the gradient says scale_value, and older ones lack
+what newer ones have: the names are looked up once (Ascend/op-plugin, op_plugin_functions.yaml).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ SPELLINGS = {
     "before": ("pre_tockens", "pre_tokens"),
     "after": ("next_tockens", "next_tokens"),
 }
+EMPTY = -1e30  # an lse below is that of a row with every key masked
+COPIES = 8  # of each statistic, all equal
 
 
 class Operator:
@@ -60,3 +62,28 @@ def find(*names: str) -> Operator:
         f"kernel 'npu-fusion' needs the operator {' or '.join(names)}, and torch.ops.npu has neither: "
         f"import torch_npu, see `tokenring doctor`, or use ContextParallel(kernel='reference')"
     )
+
+
+# ---------- statistics of rows: those that npu_fusion_attention returns, and those that its gradient takes
+
+
+def row_lse(largest: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Return lse [...] from the eight copies [..., 8] of maximum and sum."""
+    return largest[..., 0] + total[..., 0].log()
+
+
+def canonical(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows with every key masked, in whichever way they came back, as out 0 and lse -inf."""
+    empty = lse <= EMPTY
+    return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, float("-inf"))
+
+
+def statistics(lse: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the statistics of the whole row for the gradient: a maximum of lse and a sum of 1.
+
+    A row that sees nothing anywhere has lse -inf, or the lowest fp32 where the device saturates (on 910A, and with
+    INF_NAN_MODE_ENABLE=0): any ordinary value gives its hidden pairs exp(lowest) = 0.
+    """
+    finite = lse.masked_fill(lse <= EMPTY, 0.0)
+    largest = finite[..., None].expand(*lse.shape, COPIES).contiguous()
+    return {"softmax_max": largest, "softmax_sum": torch.ones_like(largest)}

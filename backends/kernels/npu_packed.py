@@ -13,8 +13,7 @@ import torch
 
 from tokenring.backends.kernels.npu_call import PlainRows
 from tokenring.backends.kernels.npu_masks import TRIANGLE, Triangle, packed_options
-from tokenring.backends.kernels.npu_operator import Operator
-from tokenring.backends.kernels.npu_rows import row_lse
+from tokenring.backends.kernels.npu_operator import Operator, row_lse
 from tokenring.backends.kernels.npu_trials import PACKED, packs_in_token_order
 from tokenring.sequence.region import Patch
 

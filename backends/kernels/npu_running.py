@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from tokenring.backends.kernels.npu_operator import Operator
-from tokenring.backends.kernels.npu_rows import COPIES, row_lse
+from tokenring.backends.kernels.npu_operator import COPIES, Operator, row_lse
 from tokenring.errors import one_line
 
 LOG = logging.getLogger("tokenring")

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from tokenring.backends.kernels.npu_operator import Operator
-from tokenring.backends.kernels.npu_rows import row_lse, statistics
+from tokenring.backends.kernels.npu_operator import Operator, row_lse, statistics
 from tokenring.errors import one_line
 
 LOG = logging.getLogger("tokenring")

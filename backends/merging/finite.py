@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenring.backends.kernels.npu_rows import EMPTY
+from tokenring.backends.kernels.npu_operator import EMPTY
 from tokenring.backends.merging.torch_merger import TorchMerger
 
 NOTHING = EMPTY / 2  # an lse below is of rows that have seen nothing: EMPTY + ln 2 is EMPTY

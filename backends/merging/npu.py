@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tokenring.backends.kernels.npu_rows import EMPTY
+from tokenring.backends.kernels.npu_operator import EMPTY
 from tokenring.backends.merging.torch_merger import LOWEST, TorchMerger
 from tokenring.errors import BackendUnavailable
 

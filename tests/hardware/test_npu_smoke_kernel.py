@@ -15,8 +15,8 @@ from ranks import Here
 from test_ascend_traps import all_copies, local_statistics, without_mask
 
 from tokenring.backends.kernels import npu_packed, npu_trials
+from tokenring.backends.kernels.npu_operator import statistics
 from tokenring.backends.kernels.npu_packed import NpuPacking
-from tokenring.backends.kernels.npu_rows import statistics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "hardware" / "npu"))
 

@@ -14,7 +14,7 @@ from tokenring.api.autograd import OwnTensors
 from tokenring.backends.kernels.delta import whole_out
 from tokenring.backends.kernels.npu_call import RowsOfCall
 from tokenring.backends.kernels.npu_fusion import NpuFusion, _both_in_layout
-from tokenring.backends.kernels.npu_rows import statistics
+from tokenring.backends.kernels.npu_operator import statistics
 from tokenring.runtime.agreement import _rows_text
 
 HALF = (torch.bfloat16, torch.float16)

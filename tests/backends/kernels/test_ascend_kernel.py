@@ -21,7 +21,7 @@ from tokenring.backends.interfaces import Tiles
 from tokenring.backends.kernels.delta import whole_out
 from tokenring.backends.kernels.npu_fusion import LARGEST_HEAD_DIM, MASK_BYTES, NpuFusion
 from tokenring.backends.kernels.npu_masks import common_mode
-from tokenring.backends.kernels.npu_rows import statistics
+from tokenring.backends.kernels.npu_operator import statistics
 from tokenring.backends.kernels.npu_trials import packs_in_token_order
 from tokenring.backends.registry import make_kernel
 from tokenring.errors import BackendUnavailable

@@ -21,8 +21,7 @@ from test_ascend_operators import OPERATORS, draw, triangle
 
 from tokenring.backends.kernels import npu_call, npu_fusion, npu_masks, npu_operator
 from tokenring.backends.kernels.npu_fusion import NpuFusion
-from tokenring.backends.kernels.npu_operator import find
-from tokenring.backends.kernels.npu_rows import canonical, row_lse, statistics
+from tokenring.backends.kernels.npu_operator import canonical, find, row_lse, statistics
 from tokenring.backends.kernels.reference import dense_mask
 from tokenring.backends.merging.torch_merger import merge_
 from tokenring.errors import BackendUnavailable
