@@ -226,7 +226,7 @@ UNKNOWNS = (
     Unknown("determinism", "are gradients the same every time?",
             "not by default; with torch.use_deterministic_algorithms they are", "determinism", _deterministic),
     Unknown("ring-update", "npu_ring_attention_update, packed: with a leading 0 in the lengths, with negative maxima?",
-            "not used where it would lower the precision", "updates", lambda found: _ring_update(found["ring"])),
+            "used in fp32 and layout SBH alone, after a trial", "updates", lambda found: _ring_update(found["ring"])),
     Unknown("attention-update", "does npu_attention_update merge in fp32?", "yes", "updates",
             lambda found: _update(found["update"])),
     Unknown("merging", "does npu_attention_update merge whole results in fp32 faster than torch's operators?",
