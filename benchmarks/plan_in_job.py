@@ -87,7 +87,7 @@ def net_of(options: argparse.Namespace, ranks: int) -> Interconnect:
 def one_rank(rank: int, ranks: int, options: argparse.Namespace, link: Connection, say: Connection) -> None:
     """Be one rank of the job."""
     torch.set_num_threads(1)
-    net, size = net_of(options, ranks), Workload(1, options.tokens, options.tokens, 32, 8, 128)
+    net, size = net_of(options, ranks), Workload(1, options.tokens, options.tokens, 32, 8, 128, torch.bfloat16)
     net = replace(net, machine=machine_of_preset(options.preset, size.dtype))
     request = Request(size, Causal(), 1.0, True, torch.device("cpu"))
     layout = make_layout("zigzag", ranks, options.tokens)
@@ -127,7 +127,8 @@ def job(ranks: int, options: argparse.Namespace) -> list[Figures]:
 def forecast_alone(ranks: int, options: argparse.Namespace, say: Connection) -> None:
     """Forecast for more ranks than a job may plan for."""
     torch.set_num_threads(1)
-    size, layout = Workload(1, options.tokens, options.tokens, 32, 8, 128), make_layout("zigzag", ranks, options.tokens)
+    size = Workload(1, options.tokens, options.tokens, 32, 8, 128, torch.bfloat16)
+    layout = make_layout("zigzag", ranks, options.tokens)
     setting = Setting(size, net_of(options, ranks), machine_of_preset(options.preset, size.dtype), PASSES)
     began, worked = time.perf_counter(), time.process_time()
     found = forecast_call(CallToPlan(setting, layout, layout, Causal()))
