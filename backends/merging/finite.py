@@ -40,6 +40,17 @@ class FiniteMerger(TorchMerger):
         out.copy_(out * weights[0] + new_out.to(out.dtype) * weights[1])
         lse.copy_(total.masked_fill(total <= NOTHING, float("-inf")))
 
+    def merge_seen_(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        new_out: torch.Tensor,
+        new_lse: torch.Tensor,
+        scratch: torch.Tensor,
+    ) -> None:
+        """Merge rows that have all seen something: the same, since torch's operators are not to be used here."""
+        self.merge_(out, lse, new_out, new_lse, scratch)
+
 
 def make() -> FiniteMerger:
     """Make the merger, which works on every device."""

@@ -21,9 +21,10 @@ from tokenring.backends.kernels.npu_fusion import NpuFusion
 from tokenring.integrations.megatron.packed import Packing
 from tokenring.ir.schedule_data import PASSES
 from tokenring.lowering.backend_names import transport_target
+from tokenring.lowering.lower import lower
 from tokenring.lowering.program import Attend, Fill, Merge, Span
-from tokenring.runtime import joined_rows
-from tokenring.runtime.bound_kernel import _follows
+from tokenring.runtime import joined_rows, streams
+from tokenring.runtime.bound_kernel import _follows, together
 from tokenring.runtime.chains import chained
 from tokenring.runtime.joined_rows import SlotRows, with_runs
 from tokenring.schedule.names import make_schedule
@@ -97,6 +98,44 @@ def test_every_row_is_the_same_to_the_bit(schedule: str, ranks: int, npus: NpuPo
     want = attention64(q, k, v, dout, shown)
     for index, wanted in enumerate((want.out, want.dq, want.dk, want.dv)):
         assert relative_error(torch.cat([parts[index] for parts in joined], 1), wanted) < EXACT
+
+
+LONG = [8, 16, 16, 16, 24, 24, 24, 32, 32, 32, 32, 32, 40, 40, 40]  # documents, of which tokens are real:
+REAL = [8, 9, 2, 3, 12, 24, 24, 32, 32, 32, 17, 32, 40, 40, 6]
+
+
+def orders(here: Here) -> tuple[list[int], list[int]]:
+    """Numbers of a program's instructions as posts on streams are told of them; and as steps are made of them."""
+    register("2.9.1")
+    told: list[list[Any]] = []
+    usual = streams.on_streams
+
+    def noted(steps: Any, instructions: Any, found: Any) -> Any:
+        told.append(list(instructions))
+        return usual(steps, instructions, found)
+
+    patched: Any = streams
+    patched.on_streams = noted
+    try:
+        total = sum(LONG)
+        layout = contiguous(4, total)
+        mask = Packing(tuple(LONG), tuple(REAL), 0, 4, total // 4).mask_of_all(Causal())
+        assert mask is not None
+        size = Workload(1, total, total, 8, 8, 64, torch.bfloat16)
+        schedule, target = make_schedule("all-gather-kv", layout, layout, mask), transport_target("hccl")
+        launched(schedule, size, 0, NpuFusion(), target)
+        program = lower(schedule, 0, "backward", size, target, NpuFusion().supports_patch)
+    finally:
+        patched.on_streams = usual
+    bound = [each for group in together(program.instructions, NpuFusion()) for each in group]
+    numbers = {str(each): at for at, each in enumerate(program.instructions)}
+    return [numbers[str(each)] for each in told[-1]], [numbers[str(each)] for each in bound]
+
+
+def test_posts_on_streams_wait_for_calls_where_these_are_made(npus: NpuPools) -> None:
+    """Chains make some calls of a pack later than their places in the program: their rows are not there before."""
+    ((told, bound),) = npus(1)(orders)
+    assert told == bound != sorted(bound)
 
 
 # ---------- which go together

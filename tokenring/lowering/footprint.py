@@ -60,8 +60,10 @@ def _moved_rows(schedule: ScheduleData, direction: Pass) -> dict[tuple[int, int,
 
 
 def _even_rows(schedule: ScheduleData, direction: Pass) -> dict[tuple[int, int, Kind, bool], int] | None:
-    """Return the same where whole units move that are all as long, and no relay adds partials: counted; else None."""
-    if schedule.cuts_rows or schedule.any_adds or not (schedule.q_layout.is_even and schedule.kv_layout.is_even):
+    """Return the same where whole units move that are all as long, none in full precision: counted; else None."""
+    if schedule.cuts_rows or schedule.any_adds or schedule.codecs:
+        return None
+    if not (schedule.q_layout.is_even and schedule.kv_layout.is_even):
         return None
     counted = Counter((src, dst, block[0]) for _, block, src, dst, _, _, _ in schedule.moves_in(direction))
     return {(src, dst, kind, False): count * schedule.unit_length(kind) for (src, dst, kind), count in counted.items()}

@@ -70,12 +70,12 @@ class Executor:
         binder = _Binder(self.views, transport, kernel, scale, program.direction == "forward")
         self.instructions = list(zip(program.instructions, program.steps, strict=True))
         alone = program.instructions
-        steps = grouped(transport, program, binder.bind_all(alone))
-        self.streams, self.steps = pool.streams, settled(transport, alone, steps)
+        steps, in_order = binder.bind_all(alone)
+        self.streams, self.steps = pool.streams, settled(transport, alone, grouped(transport, program, steps))
         if self.streams is not None:
             from tokenring.runtime.streams import on_streams
 
-            self.steps = on_streams(self.steps, alone, self.streams)
+            self.steps = on_streams(self.steps, in_order, self.streams)
         self._begin = placed(transport, self.views, alone)
         self.adopted = binder.adopted
         self.preparing = kernel if program.direction == "backward" and isinstance(kernel, PreparesRows) else None
@@ -143,10 +143,9 @@ class _Binder:
     ) -> None:
         self.views, self.transport, self.kernel, self.scale, self.forward = views, transport, kernel, scale, forward
         self.operator, self.program, self.head_range = views.operator, views.program, views.records.head_range
-        self.adopted: set[int] = set()  # output slots that take over a kernel's result
-        self.collectives = Collectives(self.views, transport)
-        on_cpu = self.views.base.device.type == "cpu"  # elsewhere a device is asked for each copy
-        self.copying: Any = None if on_cpu else import_module("tokenring.runtime.copying")
+        self.collectives, self.adopted = Collectives(views, transport), set[int]()  # output slots that are a kernel's
+        asks = self.views.base.device.type != "cpu"  # a device, for each copy
+        self.copying: Any = import_module("tokenring.runtime.copying") if asks else None
 
     @property
     def joined(self) -> JoinedBinder:
@@ -155,8 +154,8 @@ class _Binder:
 
         return JoinedBinder(self)
 
-    def bind_all(self, instructions: Sequence[Instruction]) -> list[Step]:
-        """Return a step for each instruction; those that go together are made at the first of them."""
+    def bind_all(self, instructions: Sequence[Instruction]) -> tuple[list[Step], list[Instruction]]:
+        """Return steps, and whose they are: posts keep their places; what goes together is made at the first of it."""
         steps: list[Step] = []
         groups = list(together(instructions, self.kernel))
         if any(len(each) > 1 for each in groups):
@@ -164,7 +163,8 @@ class _Binder:
         for group in groups:
             steps.append(self.bind(group[0]) if len(group) == 1 else self._bind_together(group))
             steps += [_nothing] * (len(group) - 1)
-        return steps if self.copying is None else self.copying.copied_together(self, groups, steps)
+        made = self.copying.copied_together(self, groups, steps) if self.copying else steps
+        return made, [each for group in groups for each in group]
 
     def _bind_together(self, group: tuple[Any, ...]) -> Step:
         match group[0]:

@@ -231,6 +231,7 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     first, rows = parts[0], 0
     lies = True
     for each in parts:
+        lies = lies and each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         lies = lies and each.stride() == first.stride()
         lies = lies and each.data_ptr() == first.data_ptr() + rows * first.stride(2) * first.element_size()
         rows += each.shape[2]
