@@ -122,6 +122,21 @@ def test_a_mesh_that_was_given_counts() -> None:
     assert found[2] == balanced_layout(mask, long, 8, links=7)
 
 
+def other_topologies(here: Here) -> str:
+    """Rank 0 alone was told of a mesh, by which its layouts are others."""
+    long, cp = 16384, here.cp(layout="auto", topology=full_mesh(here.world_size, 10.0) if here.rank == 0 else None)
+    mask = tr.Causal() & tr.Documents([0, 700, 900, 5000, 5300, 5400, 9400, 9500, 12000, 12100, 13000, long])
+    part = tr.shard(torch.arange(long)[None], cp, mask=mask)
+    with pytest.raises(ConfigurationError) as caught:
+        tr.unshard(part, cp, mask=mask)
+    return str(caught.value)
+
+
+def test_parts_cut_for_other_fabrics_are_not_put_together(ranks: RankPools) -> None:
+    for said in ranks(4)(other_topologies):
+        assert "ports of 3 links" in said and "ports of 1 links" in said, said
+
+
 def test_ranks_with_different_layouts_are_told(ranks: RankPools) -> None:
     for said in ranks(2)(other_layouts):
         assert "layout of the call: rank 0: 'balanced'" in said and "rank 1: 'zigzag'" in said, said

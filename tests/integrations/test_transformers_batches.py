@@ -7,6 +7,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from oracle import attention64, relative_error
@@ -383,4 +384,12 @@ def test_a_checksum_is_of_every_element_and_place(dtype: torch.dtype, monkeypatc
 
 def test_facts_of_what_has_no_bits_of_its_own() -> None:
     found = facts_of({"a": torch.zeros(2, device="meta"), "b": torch.eye(2).to_sparse(), "c": [1], "d": None, "e": 2})
-    assert found == {"a": "float32 [2]", "b": "float32 [2, 2]", "c": "a list", "e": "2"}
+    assert found == {"a": "float32 [2]", "b": "float32 [2, 2]", "c": "['1']", "e": "2"}
+
+
+def test_facts_tell_batches_apart() -> None:
+    """By what they are, not by the order of keywords."""
+    x, ten = torch.zeros(2), numpy.int64(10)
+    assert list(facts_of({"b": x, "a": 1})) == ["a", "b"] and facts_of({"a": ten}) == facts_of({"a": 10})
+    for one, other in ((ten, numpy.int64(11)), ([1, x], [1, x + 1]), ({"a": 1}, {"a": 2}), (1, 1.5)):
+        assert facts_of({"it": one}) != facts_of({"it": other})

@@ -39,10 +39,10 @@ class Cuts:
             raise ConfigurationError(NEEDS_MASK)
         from tokenring.planner.layouts.balanced import balanced_layout
 
-        return balanced_layout(mask, length, self._world_size, links=self._port_links)
+        return balanced_layout(mask, length, self._world_size, links=self.port_links)
 
     @cached_property
-    def _port_links(self) -> int:
+    def port_links(self) -> int:
         """Return of how many links a rank's port is made; 1 where no topology is given: one is sought only to plan."""
         if self._topology is None:
             return 1

@@ -90,7 +90,9 @@ def _cut_text(cp: ContextParallel, mask: Mask | None, layout: Layout | None) -> 
     """Return the layout by which parts are put together, as ranks compare it; nothing where it is that of cp."""
     if layout is not None:
         return f" in {named_digest(layout)}"
-    return f" by mask {hashlib.sha256(str(mask).encode()).hexdigest()[:16]}" if cp.layout == AUTO else ""
+    if cp.layout != AUTO:
+        return ""
+    return f" by mask {hashlib.sha256(str(mask).encode()).hexdigest()[:16]} for ports of {cp.cuts.port_links} links"
 
 
 # ---------- indices

@@ -21,10 +21,15 @@ class CallForm(NamedTuple):
     heads: int
     scale: float
 
+    @property
+    def in_fp32(self) -> tuple[int, float]:
+        """Return the form with a scale as near as fp32 goes: D ** -0.5 and 1 / sqrt(D) differ beyond that."""
+        return self.heads, torch.tensor(self.scale, dtype=torch.float32).item()
+
     def described(self, rows: int | None) -> dict[str, object]:
         """Return what ranks compare. rows: of a read; None: keys are given, and their number is that of the step."""
         read = {} if rows is None else {"rows of the read": rows}
-        return {"query heads": self.heads, "scale": repr(self.scale), **read}
+        return {"query heads": self.heads, "scale": repr(self.in_fp32[1]), **read}
 
 
 def checked_call(
@@ -53,10 +58,10 @@ def agree_on_form(form: CallForm, cache: CacheMemory, layer: int, step: ModelSte
     if cache.cp.world_size == 1:
         return
     known = cache.forms[layer]
-    if known is not None and known != form:
+    if known is not None and CallForm(*known).in_fp32 != form.in_fp32:
         raise ConfigurationError(
-            f"layer {layer} is called with {form.heads} query heads and scale {form.scale:.6g}, and the ranks agreed "
-            f"on {known[0]} and {known[1]:.6g}: give what its first call had, or make another cache"
+            f"layer {layer} is called with {form.heads} query heads and scale {form.scale!r}, and the ranks agreed "
+            f"on {known[0]} and {known[1]!r}: give what its first call had, or make another cache"
         )
     if known is None or reads is not None:
         what = f"{'a read of ' if reads is not None else ''}layer {layer} in step {step.number}"

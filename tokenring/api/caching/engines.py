@@ -85,7 +85,8 @@ def gather_queries(q: torch.Tensor, cp: ContextParallel) -> torch.Tensor:
     from tokenring.runtime.partials import Rows
 
     with torch.no_grad(), cp.turn:
-        found = _exchange(cp, "heads", Rows(q.shape[0], q.shape[1], 1, q.shape[2], q.dtype), q.shape[2], q.device)
+        rows = Rows(q.shape[0], q.shape[1], 1, q.shape[2], q.dtype)
+        found = _exchange(cp, "gather_queries", "heads", rows, q.shape[2], q.device)
         return torch.cat(found.gathered(q[:, None], "heads of q"), dim=2)[:, 0]
 
 
@@ -120,21 +121,24 @@ def _combined(
     if world == 1:
         return out.float(), lse
     part = heads // world if home == "heads" else heads
-    found = _exchange(cp, home, Rows(batch, part, 1, width, out.dtype), width, out.device)
+    found = _exchange(cp, "combine", home, Rows(batch, part, 1, width, out.dtype), width, out.device)
     made, total = found.combined(out[:, :, None], lse[:, :, None], "partial results")
     return made[:, :, 0], total[:, :, 0]
 
 
-def _exchange(cp: ContextParallel, home: str, rows: Rows, q_width: int, device: torch.device) -> PartialExchange:
+def _exchange(
+    cp: ContextParallel, function: str, home: str, rows: Rows, q_width: int, device: torch.device
+) -> PartialExchange:
     """Return the exchange of calls of one size; the first call of it is one on which ranks agree.
 
     The context remembers on which, as what is bound to memory may differ by rank.
     """
     from tokenring.runtime.partials import exchange_of
 
-    size = device.type, home, rows, q_width
+    size = function, device.type, home, rows, q_width
     if size not in cp.agreed_sizes:
-        fields = {"pass": "combine", "q_home": home, **rows._asdict(), "width of q": q_width, "device": device.type}
+        said = {"pass": "combine", "function": function, "q_home": home, "device": device.type}
+        fields = {**said, **rows._asdict(), "width of q": q_width}
         from tokenring.api.caching.agreeing import agree_together  # whoever calls attention alone need not load it
 
         agree_together(cp, device, Description.of(fields))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Number
 from typing import Any
 
 import torch
@@ -25,11 +26,22 @@ def facts_of(batch: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, torch.Tensor):
             kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
             facts[name] = f"{kind} of checksum {int(sums[name]) % (1 << 64):016x}" if name in sums else kind
-        elif isinstance(value, (bool, int, float, str)):
-            facts[name] = repr(value)
         elif value is not None:
-            facts[name] = f"a {type(value).__name__}"
-    return facts
+            facts[name] = _said(value)
+    return dict(sorted(facts.items()))
+
+
+def _said(value: Any) -> str:
+    """Return a value as ranks compare it: numbers and texts as they are, of others the kind alone."""
+    if isinstance(value, Mapping):
+        return str({str(name): _said(each) for name, each in sorted(value.items(), key=str)})
+    if isinstance(value, (list, tuple)):
+        return str([_said(each) for each in value])
+    if isinstance(value, torch.Tensor):
+        return str(facts_of({"": value}))
+    if isinstance(value, (Number, str)):  # numpy's scalars are numbers
+        return repr(value.item() if hasattr(value, "item") else value)
+    return f"a {type(value).__name__}"
 
 
 def _has_bits(x: torch.Tensor) -> bool:
@@ -62,8 +74,9 @@ def agree_on_batch(
     device: of the tokens. size: of the attention that follows, by which cp's transport is chosen at its first use.
     Raises Disagreement on every rank, which names the inputs that differ, or the rank that refused its own; PeerLost.
     """
+    cp.check_open()
     with cp.turn:
-        transport = cp.speaker(device) if cp.made_transport(device) else cp.transport_for(device, size)
+        transport = cp.speaker(device, size)
         if transport is not None:
             agree(transport, Description.of({"pass": "forward", "call": "of a model", **facts}))
             settle(transport)

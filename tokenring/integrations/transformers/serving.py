@@ -137,6 +137,8 @@ class Serving:
     def _prepared(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Give `generate` a cache of ours, as long as it may get; and all ranks one seed, where it draws tokens."""
         with self._refusing():
+            if getattr(generation_config, "max_time", None) is not None:
+                raise UnsupportedError("max_time stops each rank by its own clock; ranks end together: leave it out")
             if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
                 if generation_config.cache_implementation is not None:
                     raise UnsupportedError(

@@ -124,7 +124,9 @@ class _Calls:
                 args, given = (), cut_batch({**named, **given}, self.cp, model.config)
             if given.get("position_ids") is None:
                 raise ConfigurationError("what cut_batch returned came without its position_ids: give the model all")
-        _compare(given[BATCH], given["position_ids"], model.config)
+            if given[BATCH].cp is not self.cp:
+                raise ConfigurationError("this batch was cut for another ContextParallel than the model has")
+        _compare(given[BATCH], given["position_ids"], model.config, self._cut_here)
         return args, given
 
     def after(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> Any:
@@ -142,11 +144,15 @@ class _Calls:
         return output
 
 
-def _compare(batch: CutBatch, places: torch.Tensor, config: Any) -> None:
-    """Raise Disagreement, on every rank, unless all ranks cut the same batch. places: of this rank's tokens, [B, T]."""
+def _compare(batch: CutBatch, places: torch.Tensor, config: Any, cut_here: bool) -> None:
+    """Raise Disagreement, on every rank, unless all ranks cut the same batch, all in this call or all before.
+
+    places: of this rank's tokens, [B, T].
+    """
     if batch.cp.world_size > 1:
         size = expected_size(text_config(config), len(places), batch.length)
-        agree_on_batch(batch.cp, batch.facts, places.device, size)
+        facts = {**batch.facts, "cut": "by the call" if cut_here else "before, by cut_batch"}
+        agree_on_batch(batch.cp, facts, places.device, size)
 
 
 def _with_gradient(share: torch.Tensor, cp: ContextParallel | None, factor: int) -> torch.Tensor:

@@ -69,7 +69,8 @@ class Assignment:
     @property
     def busiest_port(self) -> int:
         """Grains that the busiest rank sends or receives, whichever is more, or would if all its links were as busy."""
-        return max(*self.received, *self.sent, self.links * max(self._widest))
+        widest = self.links * max(self._widest) if self.links > 1 else 0
+        return max(*self.received, *self.sent, widest)
 
     def price(self) -> None:
         """Set the costs by how busy the busiest port is now; multiplied out, since all hosts must agree on them."""
