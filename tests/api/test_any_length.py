@@ -57,12 +57,18 @@ SAMPLE = CASES if WHOLE_GRID else random.Random(1).sample(CASES, 32)
 
 
 def check_exact(case: AnyLength, made: Made) -> None:
-    """Results within the limits of fp32; where they are zero, as of one token that sees itself alone, nearly so."""
+    """Results within the limits of fp32.
+
+    Queries that see one key have gradients of zero, the difference of two terms as large as dout: the error is one of
+    these terms' size.
+    """
+    terms = float(case.inputs()[3].norm())
     for name, got, want in zip(NAMES, made.results, case.reference(), strict=True):
         empty = want == -torch.inf
         assert torch.equal(got == -torch.inf, empty), name
         got, want = got.double().masked_fill(empty, 0), want.masked_fill(empty, 0)
-        assert float((got - want).norm()) <= LIMITS[name] * max(float(want.norm()), 1.0), name
+        size = max(float(want.norm()), 1.0) if want.any() else terms
+        assert float((got - want).norm()) <= LIMITS[name] * size, name
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)

@@ -33,8 +33,8 @@ ALONE = ContextParallel()
 X = torch.zeros(1, 8, 2, 16)
 
 CHOICE = (
-    "choose one of auto, gloo, shm, hccl, hccl/channel, hccl/pair, hccl/collectives, cuda, symm, nccl, nvshmem, "
-    "or the `transport` of another ContextParallel"
+    "choose one of auto, gloo, shm, hccl, hccl/channel, hccl/pair, hccl/batch, hccl/collectives, cuda, symm, nccl, "
+    "nvshmem, or the `transport` of another ContextParallel"
 )
 
 

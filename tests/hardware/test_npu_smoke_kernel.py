@@ -14,7 +14,7 @@ from ascend.ranks import NpuPools
 from ranks import Here
 from test_ascend_traps import all_copies, local_statistics, without_mask
 
-from tokenring.backends.kernels import npu_packed, npu_trials
+from tokenring.backends.kernels import npu_call, npu_trials
 from tokenring.backends.kernels.npu_operator import statistics
 from tokenring.backends.kernels.npu_packed import NpuPacking
 
@@ -36,7 +36,7 @@ def other_order(patched: pytest.MonkeyPatch) -> None:
 
 def own_statistics(patched: pytest.MonkeyPatch) -> None:
     """Gives the packed gradient a maximum of 0."""
-    patched.setattr(npu_packed, "statistics", lambda lse: statistics(torch.zeros_like(lse)))
+    patched.setattr(npu_call, "statistics", lambda lse: statistics(torch.zeros_like(lse)))
 
 
 def found_by(here: Here, task: str, offer: str, spoil: Spoil | None) -> tuple[str, int]:

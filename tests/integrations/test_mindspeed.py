@@ -20,7 +20,7 @@ from mindspeed_like import BATCH, DPA, OURS, ROTARY, SPECS, TE, LikeMindSpeed, O
 from ranks import Here, RankPools
 from said import said
 
-from tokenring import BackendUnavailable, ConfigurationError, UnsupportedError
+from tokenring import BackendUnavailable, ConfigurationError, TokenRingError, UnsupportedError
 from tokenring.integrations.megatron import TokenRingAttention
 from tokenring.planner.choosing.candidates import Candidate
 
@@ -310,13 +310,14 @@ class Planned:
         assert schedule == "auto"
 
 
-def refused_bias(here: Here) -> str:
+def refused_bias(here: Here, first: int = 0) -> str:
+    """Ranks from the first on give a bias."""
     with like_mindspeed() as mindspeed:
         core = ready(mindspeed)
         q = torch.randn(layer.LENGTH // 2, 1, layer.HEADS, layer.DIM)
         try:
-            core(q, q, q, None, attention_bias=torch.zeros(1))
-        except UnsupportedError as error:
+            core(q, q, q, None, attention_bias=torch.zeros(1) if here.rank >= first else None)
+        except TokenRingError as error:
             return str(error)
     return ""
 
@@ -324,6 +325,12 @@ def refused_bias(here: Here) -> str:
 def test_bias_goes_to_nobody(ranks: RankPools) -> None:
     """Not to MindSpeed's own attention either, whatever the plan says."""
     assert [text.partition(":")[0] for text in ranks(2)(refused_bias)] == ["attention_bias is not supported"] * 2
+
+
+def test_what_one_rank_refuses_all_hear(ranks: RankPools) -> None:
+    heard, own = ranks(2)(refused_bias, 1)
+    assert "rank 1 refused" in heard and "attention_bias is not supported" in heard, heard
+    assert own.startswith("attention_bias is not supported")
 
 
 def test_dropout_is_refused_by_the_attention_itself(mindspeed: LikeMindSpeed) -> None:

@@ -92,11 +92,12 @@ class TokenRingAttention(torch.nn.Module):
 
         Raises UnsupportedError for masks and biases that cannot be split, ConfigurationError for documents that cannot.
         """
-        check_call(attention_bias, more)
         packed = getattr(packed_seq_params, "qkv_format", None) == "thd"
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        mask = mask_of_call(mask_type, attention_mask, packed, self.window)
         contexts = self._contexts_of_call(packed_seq_params)
+        with contexts.hearing(self.schedule, query):
+            check_call(attention_bias, more)
+            mask = mask_of_call(mask_type, attention_mask, packed, self.window)
         if packed:
             out = self._packed(contexts, packed_seq_params, mask, query, key, value)
         else:
@@ -106,7 +107,8 @@ class TokenRingAttention(torch.nn.Module):
     def _batch(
         self, contexts: Contexts, mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        check_shapes(q, k, contexts.ranks)
+        with contexts.hearing(self.schedule, q):
+            check_shapes(q, k, contexts.ranks)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         return self._attend(contexts, q, k, v, mask).transpose(0, 1)
 
@@ -126,7 +128,8 @@ class TokenRingAttention(torch.nn.Module):
     def _packed(
         self, contexts: Contexts, params: Any, mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        packing = contexts.packings.of(params, contexts.rank, contexts.ranks, q.shape[0])
+        with contexts.hearing(self.schedule, q):
+            packing = contexts.packings.of(params, contexts.rank, contexts.ranks, q.shape[0])
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (q, k, v))
         return self._documents(contexts, packing, mask, q, k, v)
 

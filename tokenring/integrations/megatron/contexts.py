@@ -8,6 +8,7 @@ layers of a former model on some ranks sooner than on others, and ranks must mak
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from tokenring.api.context import ContextParallel
 from tokenring.integrations.megatron.groups import kept
 from tokenring.integrations.megatron.packed import LastPacking
 from tokenring.integrations.megatron.startup import Announcer
+from tokenring.runtime.agreement import refusing
 from tokenring.schedule.families.registry import misfit
 from tokenring.sequence.layout import contiguous, make_layout
 from tokenring.sequence.mask import Mask
@@ -108,6 +110,15 @@ class Contexts:
             layout = "contiguous" if self.ranks == 1 else "zigzag"
             self._by_schedule[schedule] = ContextParallel(self.group, layout, schedule, **options)
         return self._by_schedule[schedule]
+
+    def hearing(self, schedule: str, q: torch.Tensor) -> AbstractContextManager[None]:
+        """Return a guard around this rank's checks of a call, whose refusal all ranks hear; none in a traced graph.
+
+        q: the call's queries.
+        """
+        if self.ranks == 1 or torch.compiler.is_compiling():
+            return nullcontext()
+        return refusing(self.context(schedule, q.device), "forward", q)
 
     def attend(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -74,31 +75,35 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
             query, key: also as lists of two parts of hn. Raises ConfigurationError, too, for a sequence that was not
             cut, and for ends of documents that do not fit.
             """
-            check_call(attention_bias, {name: value for name, value in more.items() if value is not False})
             q, k = joined_parts(query), joined_parts(key)
+            with self._hearing(q):
+                check_call(attention_bias, {name: value for name, value in more.items() if value is not False})
             mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
             is_pack = is_packed(self.config) or algorithm(self.config) == ULYSSES
             if packed_seq_params is not None and not is_pack:  # as Megatron's, and from 0 on
                 return super().forward(q, k, value, attention_mask, attn_mask_type, None, packed_seq_params)
             if packed_seq_params is not None:
-                mask = mask_of_call(mask_type, attention_mask, True, self.window)
+                with self._hearing(q):
+                    mask = mask_of_call(mask_type, attention_mask, True, self.window)
                 return self._pack(packed_seq_params, mask, q, k, value)
-            check_cut(q, self.config)
-            if is_packed(self.config):
-                raise ConfigurationError(
-                    "--reset-attention-mask, and a call has no packed_seq_params, the ends of its documents: keep "
-                    "MindSpeed's patch of the model's forward, or leave the flag out"
-                )
             call = q, k, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
-            length = q.shape[0] * self._contexts.ranks
-            if is_general(self.config):
-                mask = last.of(attention_mask, length, self.window, self.config)
-            else:
-                mask = mask_of_call(mask_type, attention_mask, False, self.window)
-                if self._own and self._compares and self._own_stays(mask, q, k, value):
-                    return self._own[0](*call)  # type: ignore[no-any-return]
-            layout = layout_of(self.config, self._contexts.ranks, length)
-            check_shapes(q, k, self._contexts.ranks)
+            length, general = q.shape[0] * self._contexts.ranks, is_general(self.config)
+            with self._hearing(q):
+                check_cut(q, self.config)
+                if is_packed(self.config):
+                    raise ConfigurationError(
+                        "--reset-attention-mask, and a call has no packed_seq_params, the ends of its documents: keep "
+                        "MindSpeed's patch of the model's forward, or leave the flag out"
+                    )
+                if general:
+                    mask = last.of(attention_mask, length, self.window, self.config)
+                else:
+                    mask = mask_of_call(mask_type, attention_mask, False, self.window)
+                layout = layout_of(self.config, self._contexts.ranks, length)
+            if not general and self._own and self._compares and self._own_stays(mask, q, k, value):
+                return self._own[0](*call)  # type: ignore[no-any-return]
+            with self._hearing(q):
+                check_shapes(q, k, self._contexts.ranks)
             q, k, v = (x.transpose(0, 1) for x in (q, k, value))
             out = self._attend(self._contexts, q, k, v, mask, layout)
             return out.transpose(0, 1).flatten(-2)
@@ -110,14 +115,20 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
             batch = qkv[0].shape[1] if is_batch else together
             if cuts_documents(self.config):
                 q, k, v = (x.transpose(0, 1).flatten(0, 1) if is_batch else x for x in qkv)
-                packing = of.packings.of(params, of.rank, of.ranks, q.shape[0], packing_of_ends)
+                with self._hearing(q):
+                    packing = of.packings.of(params, of.rank, of.ranks, q.shape[0], packing_of_ends)
                 out = self._documents(of, packing, mask, q, k, v)
             else:
                 q, k, v = (batched(x, batch).flatten(0, 1)[None] for x in qkv)
-                found = of.packings.of(params, of.rank, of.ranks, q.shape[1], sequences_of_ends)
-                length, of_all = q.shape[1] * of.ranks, found.mask_of_all(mask, batch)
-                out = self._attend(of, q, k, v, of_all, layout_of(self.config, of.ranks, length))[0]
+                with self._hearing(q):
+                    found = of.packings.of(params, of.rank, of.ranks, q.shape[1], sequences_of_ends)
+                    of_all = found.mask_of_all(mask, batch)
+                    layout = layout_of(self.config, of.ranks, q.shape[1] * of.ranks)
+                out = self._attend(of, q, k, v, of_all, layout)[0]
             return out.view(batch, -1, *out.shape[1:]).transpose(0, 1).flatten(-2) if is_batch else out
+
+        def _hearing(self, q: torch.Tensor) -> AbstractContextManager[None]:
+            return self._contexts.hearing(self.schedule, q)
 
         def _own_stays(self, mask: Mask, *qkv: torch.Tensor) -> bool:
             q, k, v = (x.transpose(0, 1) for x in qkv)
