@@ -48,10 +48,10 @@ def of_packs(here: Here) -> tuple[list[float], int]:
         made = torch.compile(layer, backend=counter, fullgraph=True)
         for seed, pack in enumerate(PACKS):
             layout, mask = cp.layout_for(LENGTH, pack), pack & WINDOW
-            *qkv, dout = tensors(seed)
-            want = attention64(*qkv, dout, allowed(mask, LENGTH, LENGTH))
-            parts = [tr.shard(x, cp, layout=layout).requires_grad_() for x in qkv]
-            out, _ = made(*parts, cp, mask, layout)
+            q, k, v, dout = tensors(seed)
+            want = attention64(q, k, v, dout, allowed(mask, LENGTH, LENGTH))
+            parts = [tr.shard(x, cp, layout=layout).requires_grad_() for x in (q, k, v)]
+            out, _ = made(parts[0], parts[1], parts[2], cp, mask, layout)
             torch.autograd.backward(out, tr.shard(dout, cp, layout=layout))
             for x, right in zip((out, *(part.grad for part in parts)), (want.out, *want[2:]), strict=False):
                 assert x is not None
@@ -73,7 +73,7 @@ def wrong(here: Here) -> list[str]:
     contiguous = tr.ContextParallel("self").layout_for(64)
     unlike = zigzag(here.world_size, LENGTH, 1 + here.rank)
     with compiler():
-        made = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        made: Any = torch.compile(layer, backend="aot_eager", fullgraph=True)
         for layout in ("zigzag", contiguous, unlike, zigzag(here.world_size, LENGTH)):
             try:
                 made(q, k, v, cp, PACKS[0], layout)
