@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tokenring.planner.choosing.plan import Plan
     from tokenring.schedule.schedule import Schedule
     from tokenring.schedule.scheme import Scheme
+NO_LAYOUT = "layout is of type {}; give a Layout, or none: that of cp"
 NEEDS_MASK = (
     'layout "auto" cuts a sequence by its mask: give mask=..., the mask of the attention over it, or layout=..., '
     "as cp.layout_for(length, mask) returns it"

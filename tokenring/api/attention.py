@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from tokenring.planner.choosing.plan import Plan
     from tokenring.sequence.layout import Layout
 
-LAYOUT_COMPILED = (
-    "a layout for one call is not supported in a compiled call: make the ContextParallel with this layout, or with "
-    '"auto" and tensors that are cut by the mask of the call'
-)
-
 
 @overload
 def attention(
@@ -129,11 +124,9 @@ def attend(
     """
     if torch.compiler.is_compiling():
         check_context(cp)
-        if layout is not None:
-            raise UnsupportedError(LAYOUT_COMPILED)
         check_types(q, k, v)  # all that an operator cannot be given; the rest it refuses when it runs, on all ranks
         q, k, v = under_autocast(q), under_autocast(k), under_autocast(v)
-        return traced_attention(q, k, v, cp, read_mask(mask, is_causal), scale, training, sinks, softcap)
+        return traced_attention(q, k, v, cp, read_mask(mask, is_causal), scale, training, sinks, softcap, layout)
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         given_q, given_k, given_v, request = prepared(

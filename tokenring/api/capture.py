@@ -33,6 +33,7 @@ from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.runtime.agreement import LSE_GRADIENT, SINKS, refusing
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.streams import Streams
+from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask_words import MaskLike
 from tokenring.sequence.workload import Request
 
@@ -58,23 +59,23 @@ class _Graph(NamedTuple):
 def capture(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike = None,
     scale: float | None = None, *, order: Order | None = None, is_causal: bool | None = None,
-    sinks: torch.Tensor | None = None, lse_gradient: bool = False, softcap: float = 0.0,
+    sinks: torch.Tensor | None = None, lse_gradient: bool = False, softcap: float = 0.0, layout: Layout | None = None,
 ) -> CapturedAttention:  # fmt: skip
     """Capture tokenring.attention for inputs like these: a call then costs the launch of a graph.
 
-    q, k, v, sinks and softcap as in `attention`; the values of tensors do not matter. Where one of them requires a
-    gradient and gradients are enabled, backward is captured too, with a gradient of lse if lse_gradient says so, on all
-    ranks alike. All ranks capture together: they agree on the call here, and not again when it is launched. Each place
-    in a model that calls attention needs a capture of its own, since backward finds in it what forward left. As with
-    torch.cuda.make_graphed_callables, results lie in memory of the capture until its next call; gradients are the
-    caller's.
+    q, k, v, sinks, softcap and layout as in `attention`; the values of tensors do not matter. Where one of them
+    requires a gradient and gradients are enabled, backward is captured too, with a gradient of lse if lse_gradient says
+    so, on all ranks alike. All ranks capture together: they agree on the call here, and not again when it is launched.
+    Each place in a model that calls attention needs a capture of its own, since backward finds in it what forward left.
+    As with torch.cuda.make_graphed_callables, results lie in memory of the capture until its next call; gradients are
+    the caller's.
 
     Raises UnsupportedError where the device has no graphs or the transport cannot be captured; PeerLost where another
     rank fails to capture; what attention raises.
     """
     check_context(cp)
     made = CapturedAttention(
-        *ordered(q, k, v, cp, order), cp, mask, scale, order, is_causal, sinks, lse_gradient, softcap
+        *ordered(q, k, v, cp, order), cp, mask, scale, order, is_causal, sinks, lse_gradient, softcap, layout
     )
     warn_if_swapped(q, k, order)
     return made
@@ -87,16 +88,20 @@ class CapturedAttention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike,
         scale: float | None, order: Order | None = None, is_causal: bool | None = None,
         sinks: torch.Tensor | None = None, lse_gradient: bool = False, softcap: float = 0.0,
+        layout: Layout | None = None,
     ) -> None:  # fmt: skip
         check_context(cp)
         self._order, self._lse_gradient = order, lse_gradient
-        with_lengths(cp, lambda: self._make(q, k, v, cp, mask, scale, is_causal, sinks, softcap))
+        with_lengths(cp, lambda: self._make(q, k, v, cp, mask, scale, is_causal, sinks, softcap, layout))
 
     def _make(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike,
         scale: float | None, is_causal: bool | None, sinks: torch.Tensor | None, softcap: float,
+        layout: Layout | None,
     ) -> None:  # fmt: skip
-        q, k, v, request = prepared(q, k, v, cp, mask, scale, is_causal=is_causal, sinks=sinks, softcap=softcap)
+        q, k, v, request = prepared(
+            q, k, v, cp, mask, scale, is_causal=is_causal, sinks=sinks, softcap=softcap, layout=layout
+        )
         transport = cp.transport_for(q.device, request.workload)
         with refusing(cp, "forward", q):
             _check_capturable(device_of(q), transport)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from tokenring.api.arguments import NO_LAYOUT
 from tokenring.api.autograd import (
     SECOND,
     Changes,
@@ -32,12 +33,13 @@ from tokenring.api.standing import context_of
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import refusing
 from tokenring.runtime.bound_kernel import checked_softcap
+from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask import Mask, of_numbers
 from tokenring.sequence.workload import Request
 
 CALL = (
     "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable, "
-    "str? wrong=None, float softcap=0.0, SymInt[]? numbers=None"
+    "str? wrong=None, float softcap=0.0, SymInt[]? numbers=None, SymInt? layout=None"
 )
 FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {CALL}) -> (Tensor, Tensor, Tensor)"
 BACKWARD = (
@@ -64,15 +66,22 @@ def traced_attention(
     training: bool,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    layout: Layout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of tokenring.attention, for torch.compile to trace: one operator, and no graph break.
 
-    read: the mask, or what is wrong with it, which the operator refuses when it runs, on all ranks.
+    read: the mask, or what is wrong with it, which the operator refuses when it runs, on all ranks. layout: it travels
+    as its number in this process, so that another one is no new graph.
     """
     refuse_transforms()
     mask, wrong = read
     if wrong_type(sinks) is not None:
         sinks, wrong = None, wrong_type(sinks)
+    number = None
+    if isinstance(layout, Layout):
+        number = layout.number
+    elif layout is not None:
+        wrong = NO_LAYOUT.format(type(layout).__name__)
     try:
         cap = checked_softcap(softcap)
     except ConfigurationError as error:
@@ -84,7 +93,7 @@ def traced_attention(
     if sinks is not None:
         differentiable = differentiable or sinks.requires_grad
     out, lse, _ = torch.ops.tokenring.attention(
-        q, k, v, sinks, cp.handle, low, high, cu_seqlens, scale, training, differentiable, wrong, cap, numbers
+        q, k, v, sinks, cp.handle, low, high, cu_seqlens, scale, training, differentiable, wrong, cap, numbers, number
     )
     return out, lse
 
@@ -223,6 +232,7 @@ def _request(
     wrong: str | None = None,
     softcap: float = 0.0,
     numbers: Sequence[int] | None = None,
+    layout: int | None = None,
     *,
     again: bool = False,
 ) -> Request:
@@ -232,7 +242,8 @@ def _request(
     check_sinks(sinks, q)
     some, others = (None if each is None else tuple(each) for each in (cu_seqlens, numbers))
     mask = _mask(low, high, some, others)
-    return request_of(q, k, v, cp, mask, scale, training, differentiable, softcap, again=again)
+    cut = None if layout is None else cp.cuts.numbered(layout)
+    return request_of(q, k, v, cp, mask, scale, training, differentiable, softcap, cut, again=again)
 
 
 @lru_cache(maxsize=MOST_MASKS)

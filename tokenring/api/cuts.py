@@ -11,10 +11,10 @@ from collections.abc import Hashable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from tokenring.api.arguments import NEEDS_MASK
+from tokenring.api.arguments import NEEDS_MASK, NO_LAYOUT
 from tokenring.display.safe_text import plain
 from tokenring.errors import ConfigurationError
-from tokenring.sequence.layout import Layout, make_layout
+from tokenring.sequence.layout import Layout, layout_numbered, make_layout
 from tokenring.sequence.mask_data import Mask
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tokenring.topology.ranks import Topology
 
 REMEMBERED = 1 << 16  # hashes of what was given out: of a set of evaluation, too
+MOST_COMPILED = 1024  # layouts of compiled calls whose backward pass may be to come
 
 
 class Cuts:
@@ -31,6 +32,7 @@ class Cuts:
         self, world_size: int, topology: Topology | Interconnect | None = None, tensor_parallel: int = 1
     ) -> None:
         self._world_size, self._topology, self._tensor_parallel = world_size, topology, tensor_parallel
+        self._compiled: dict[int, Layout] = {}
         self._given_out: dict[int, None] = {}  # hashes of layouts and of masks, the oldest first
 
     def of(self, length: int, mask: Mask | None) -> Layout:
@@ -63,8 +65,24 @@ class Cuts:
     def checked(self, layout: object, length: int | None = None) -> Layout:
         """Return a layout that was given, if it is one for these ranks and so many positions; None: for any number."""
         if not isinstance(layout, Layout):
-            raise ConfigurationError(f"layout is of type {type(layout).__name__}; give a Layout, or none: that of cp")
+            raise ConfigurationError(NO_LAYOUT.format(type(layout).__name__))
         return make_layout(layout, self._world_size, layout.length if length is None else length)
+
+    def numbered(self, number: int) -> Layout:
+        """Return the layout that a compiled call names by its number, and keep it for the backward pass.
+
+        Raises ConfigurationError where it is gone.
+        """
+        found = self._compiled.get(number) or layout_numbered(number)
+        if found is None:
+            raise ConfigurationError(
+                f"a compiled call is cut by layout number {number} of this process, which is gone: keep a Layout for "
+                f"as long as what was compiled with it"
+            )
+        self._compiled[number] = found
+        if len(self._compiled) > MOST_COMPILED:
+            self._compiled.pop(next(iter(self._compiled)))
+        return found
 
     def for_call(self, lengths: tuple[int, int], mask: Mask) -> Layout:
         """Return the layout "auto" of a call. Raises ConfigurationError unless its tensors were cut by it."""

@@ -22,6 +22,8 @@ from tokenring.sequence.workload import Workload
 from tokenring.weak_method import weakly
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from tokenring.backends.interfaces import AttentionKernel, Transport
     from tokenring.launch.groups import Group
     from tokenring.lowering.pair_box import PairBox
@@ -124,6 +126,11 @@ class TensorParallel(Standing):
     def __repr__(self) -> str:
         state = ", closed" if self._base.closed else ""
         return f"TensorParallel(schedule {self.schedule}, rank {self.rank} of {self.world_size}{state})"
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The group; None for one rank alone. Raises ConfigurationError once it is destroyed."""
+        return self._base.group
 
     def close(self) -> None:
         """Give back buffers and the transport, if it was made here; calls then raise ConfigurationError."""

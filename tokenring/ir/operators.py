@@ -4,7 +4,7 @@ Rows are tokens and go with q; columns are output features, or ranks, and go wit
 its rows are columns here. Where nothing of a side is carried, the tile has it in its tensor of pairs.
 
 column-dx and the like are layers whose backward makes one result alone: of frozen weights, or of an input without a
-gradient. Nothing moves that only the other one needs.
+gradient. Nothing moves that only the other one needs. column-x also keeps x of all rows, for who computes dw by itself.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ COLUMN_DX = _backward_of(COLUMN, "dx", ("q_partial",), ("q", "kv_partial"), ("dc
 COLUMN_DW = _backward_of(COLUMN, "dw", ("kv_partial",), ("kv", "q_partial"), ("dc",))
 ROW_DC = _backward_of(ROW, "dc", (), ("kv_partial",), ("dc",))
 ROW_DW = _backward_of(ROW, "dw", ("kv_partial",), ("kv",), ("c",))
+COLUMN_X = replace(COLUMN, name="column-x", pairs={**(COLUMN.pairs or {}), "forward": ("c", "a")})
 OPERATORS = {
-    each.name: each for each in (ATTENTION, COLUMN, ROW, REDUCE, GATHER, COLUMN_DX, COLUMN_DW, ROW_DC, ROW_DW)
+    each.name: each
+    for each in (ATTENTION, COLUMN, ROW, REDUCE, GATHER, COLUMN_DX, COLUMN_DW, COLUMN_X, ROW_DC, ROW_DW)
 }

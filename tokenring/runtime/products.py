@@ -35,18 +35,21 @@ RESULTS: Mapping[tuple[str, Pass], Mapping[Kind, Product]] = {
     ("reduce", "forward"): {"q_partial": lambda of, _: of["a"]},
     ("gather", "backward"): {"q_partial": lambda of, _: of["da"]},
 }
-RANK_COLUMNS = frozenset({"reduce", "gather"})  # operators whose columns are ranks
+BY_ROWS = frozenset({"a", "da"})  # tensors of pairs [rows, D], the same in every column
 
 
 def _product(into: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
     torch.mm(rows, columns.t(), out=into) if into.is_contiguous() else into.copy_(rows @ columns.t())
 
 
-WRITES: Mapping[tuple[str, Pass], tuple[str, Callable[[torch.Tensor, Tensors], object]]] = {
-    ("column", "forward"): ("c", lambda into, of: _product(into, of["x"], of["w"])),
-    ("row", "backward"): ("dc", lambda into, of: _product(into, of["dy"], of["w"])),
-    ("reduce", "backward"): ("da", lambda into, of: into.copy_(of["dy"])),
-    ("gather", "forward"): ("a", lambda into, of: into.copy_(of["x"])),
+WRITES: Mapping[tuple[str, Pass], Mapping[str, Callable[[torch.Tensor, Tensors], object]]] = {
+    ("column", "forward"): {
+        "c": lambda into, of: _product(into, of["x"], of["w"]),
+        "a": lambda into, of: into.copy_(of["x"]),
+    },
+    ("row", "backward"): {"dc": lambda into, of: _product(into, of["dy"], of["w"])},
+    ("reduce", "backward"): {"da": lambda into, of: into.copy_(of["dy"])},
+    ("gather", "forward"): {"a": lambda into, of: into.copy_(of["x"])},
 }
 
 
@@ -68,20 +71,18 @@ def multiplying(
     rows = slice(call.corner[0], call.corner[0] + call.q.rows)
     columns = slice(call.corner[1], call.corner[1] + call.kv.rows)
     name = operator.name.partition("-")[0]  # column-dx makes what column does, though not all of it
-    where = (rows,) if name in RANK_COLUMNS else (rows, columns)
-    pairs = (operator.pairs or {})[direction]
-    writes, results = WRITES.get((name, direction)), RESULTS.get((name, direction), {})
-    if writes is not None and writes[0] not in pairs:
-        writes = None
+    pairs = {each: (rows,) if each in BY_ROWS else (rows, columns) for each in (operator.pairs or {})[direction]}
+    written = [(each, write) for each, write in WRITES.get((name, direction), {}).items() if each in pairs]
+    results = RESULTS.get((name, direction), {})
     wide = {each.kind for each in call.results if program.slots[each.into.slot].full_precision}
     makes = dict.fromkeys(result.kind for result in call.results)
     sinks = [(each, accept(each.kind, each.into, each.first)) for each in call.results]
 
     def multiply(active: ActiveCall) -> None:
         of = {name: getter(active)[0, 0] for name, getter in reads.items()}
-        of.update({name: active.own[name][where] for name in pairs})
-        if writes is not None:
-            writes[1](of[writes[0]], of)
+        of.update({name: active.own[name][where] for name, where in pairs.items()})
+        for name, write in written:
+            write(of[name], of)
         made = {kind: results[kind](of, kind in wide) for kind in makes}
         for result, sink in sinks:
             part = made[result.kind][result.start : result.start + result.into.rows]

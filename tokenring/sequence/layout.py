@@ -8,19 +8,25 @@ sequence: the last ones are shorter, or empty, and so are the local tensors of t
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
+from weakref import WeakValueDictionary
 
 from tokenring.errors import ConfigurationError
 
 COUNTED_LENGTH = 2**24  # positions that may be counted one by one, for chunks that interleave in no way of ours
 AUTO = "auto"  # the layout that follows from a mask; made by the planner
 NAME = re.compile("([a-z]+)(?:/([1-9][0-9]{0,8}))?", re.ASCII)
+
+# State of the process: operators of torch.compile take a number for a layout. It holds none alive.
+_numbers = itertools.count(1)
+_numbered: WeakValueDictionary[int, Layout] = WeakValueDictionary()
 
 
 class Positions(NamedTuple):
@@ -77,6 +83,7 @@ class Layout:
     owners: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        self._take_number()
         if not isinstance(self.name, str) or not self.name:
             raise ConfigurationError(f"layout {self.name!r}: give it a name, which its texts show")
         for size in ("world_size", "length"):
@@ -120,7 +127,17 @@ class Layout:
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is pickled: without the hash, since another process has other hashes of texts."""
-        return {name: value for name, value in vars(self).items() if name != "_hash"}
+        return {name: value for name, value in vars(self).items() if name not in ("_hash", "number")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._take_number()
+
+    def _take_number(self) -> None:
+        """Give it a `number` of its own, by which compiled graphs of this process know it: see `layout_numbered`."""
+        self.number: int
+        object.__setattr__(self, "number", next(_numbers))
+        _numbered[self.number] = self
 
     @cached_property
     def chunk_length(self) -> int:
@@ -174,6 +191,11 @@ class Layout:
     def positions(self, rank: int) -> list[int]:
         """Return the global position of each token of the rank's local tensor; none where it holds none."""
         return [p for chunk in self.owned_by(rank) for p in range(*self.chunks[chunk])]
+
+
+def layout_numbered(number: int) -> Layout | None:
+    """Return the layout of this process that has this number; None where it is gone."""
+    return _numbered.get(number)
 
 
 def contiguous(world_size: int, length: int, cuts: int = 1) -> Layout:
