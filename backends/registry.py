@@ -124,7 +124,7 @@ def make_kernel(name: str, device: torch.device) -> AttentionKernel:
     home = HOMES.get(name, device.type)
     if home != device.type:
         raise BackendUnavailable(
-            f"kernel {name!r} computes on the {home.upper()}; the tensors are on {device}: use 'auto'"
+            f"kernel {name!r} takes {home.upper()} tensors; these are on {device}: use 'auto'"
         )
     return cast(AttentionKernel, kernel_class(name)())
 

@@ -156,8 +156,7 @@ CALLS: dict[str, Refusal] = {
     "a mask without its brackets": (
         lambda: call(mask=tr.SlidingWindow),
         ConfigurationError,
-        "mask is of type function; use Full(), Causal(), SlidingWindow or Documents; this one wants its sizes: "
-        "SlidingWindow(left, right)",
+        "mask=SlidingWindow has no sizes: write SlidingWindow(left, right); docs/masks.md has all masks",
     ),
     "documents beyond the sequence": (
         lambda: call(mask=tr.Documents([0, 5, 9])),
@@ -312,6 +311,7 @@ def about_groups(here: Here) -> dict[str, str]:
         "transport": said(lambda: ContextParallel(mesh["cp"], transport=here.base.transport or "")),
         "schedule": said(lambda: ContextParallel(mesh["cp"], schedule=tr.schedule("ring", 4))),
         "member": said(lambda: ContextParallel(pair)),
+        "number": said(lambda: ContextParallel(3)),  # type: ignore[arg-type]
         "mesh of others": said(lambda: ContextParallel(DeviceMesh("cpu", [0, 1]))),
         "layout": said(lambda: tr.attention(Q, KV, KV, here.cp(layout=tr.schedule("ring", 2).q_layout))),
     }
@@ -322,13 +322,14 @@ def test_groups(ranks: RankPools) -> None:
         not_one = "ConfigurationError: this rank is not a member of the group; only members make a context of it"
         member = "nothing" if rank < 2 else not_one
         assert found == {
-            "mesh": "ConfigurationError: a DeviceMesh of 2 dimensions was given; "
-            "name one of them, as mesh['cp']",
+            "mesh": "ConfigurationError: a DeviceMesh of 2 dimensions was given; name one of them, as mesh['cp']",
             "slice": "nothing",
             "transport": f"ConfigurationError: in the transport this is rank {rank} of 4, in the group "
             f"rank {rank % 2} of 2: give a transport of the same group",
             "schedule": "ConfigurationError: the schedule is for 4 ranks, the group has 2",
             "member": member,
+            "number": "ConfigurationError: group is of type int; give a ProcessGroup, a one-dimensional DeviceMesh "
+            "or None",
             "mesh of others": member,
             "layout": "ConfigurationError: layout 'zigzag' is for 2 ranks and 256 positions; "
             "the group has 4 ranks and the tensors 32 positions",

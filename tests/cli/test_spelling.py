@@ -197,6 +197,17 @@ def test_a_plan_over_a_cache_has_json() -> None:
     assert "batch 1, 1 new token over 4,096 cached" in printed(*CACHED)
 
 
+def test_a_model_gives_sizes_that_options_overrule() -> None:
+    words = ("--topology", "preset:a10-pix-4", "--seq", "8k", "--schedules", "ring", "--pass", "forward")
+    model = printed(*words, "--model", "deepseek-v3").splitlines()[0]
+    assert ", 128:128 heads × 192/128, bfloat16, causal, " in model
+    assert printed(*words, "--model", "llama-3.1-70b").splitlines()[0].count(", 64:8 heads × 128, bfloat16, causal, ")
+    assert ", 16:8 heads × 128, " in printed(*words, "--model", "llama-3.1-70b", "--heads", "16").splitlines()[0]
+    assert ", 24:24 heads × 128, bfloat16, full, " in printed(*words, "--model", "flux.1-dev").splitlines()[0]
+    cached = printed(*words[:2], "--model", "llama-3.1-70b", "--cached", "4k")
+    assert ", 64:8 heads × 128, " in cached.splitlines()[0]
+
+
 def test_advice_has_json() -> None:
     words = ("advise", "--engine", "megatron", "--model", "llama-3.1-8b", "--topology", "preset:hgx-h100")
     code, text, _ = run(*words, "--ranks", "2", "--seq", "8k", "--pass", "forward", "--json")

@@ -176,5 +176,5 @@ def test_texts(text: str, says: str) -> None:
 @pytest.mark.parametrize("make", [tr.PrefixLM, tr.Chunks, tr.BlockCausal, tr.Bidirectional, tr.PrefixTree, tr.Slices])
 def test_classes_without_their_sizes(make: Callable[..., tr.Mask]) -> None:
     x = torch.randn(1, 4, 1, 8)
-    with pytest.raises(ConfigurationError, match=rf"this one wants its sizes: {make.__name__}\("):
+    with pytest.raises(ConfigurationError, match=rf"^mask={make.__name__} has no sizes: write {make.__name__}\("):
         tr.attention(x, x, x, tr.ContextParallel(), make)

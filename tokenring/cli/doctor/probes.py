@@ -175,6 +175,9 @@ def _kernels(device: Any) -> tuple[dict[str, str] | None, list[dict[str, str]]]:
     for each in KERNELS:
         if each == taken:
             continue
+        if (home := registry.HOMES.get(each, device.type)) != device.type:
+            others.append({"name": each, "why": f"for {home.upper()} tensors"})
+            continue
         try:
             registry.make_kernel(each, device)
             place = f"{places[each]}; " if each in places else ""
