@@ -191,4 +191,4 @@ def other_transports(device_type: str) -> dict[str, str]:
 
     taken, _ = transport_for(device_type)
     found = {name: why for name, why in unavailable().items() if name != taken}
-    return {name: why or f"can be asked for: ContextParallel(transport={name!r})" for name, why in found.items()}
+    return {name: why or f"available by name: ContextParallel(transport={name!r})" for name, why in found.items()}

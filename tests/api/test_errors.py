@@ -104,7 +104,7 @@ CALLS: dict[str, Refusal] = {
     "a v without elements": (
         lambda: call(Q, KV, tensor(2, 8, 2, 0)),
         ConfigurationError,
-        "value_dim=0: every size must be an integer from 1 on",
+        "value_dim=0: every size must be a positive integer",
     ),
     "a narrower v of other heads": (
         lambda: call(Q, KV, tensor(2, 8, 1, 8)),
@@ -129,7 +129,7 @@ CALLS: dict[str, Refusal] = {
     "three dimensions": (
         lambda: call(tensor(8, 4, 16), tensor(8, 2, 16)),
         ConfigurationError,
-        "attention wants q, k and v as [B, T, H, D]; got q [8, 4, 16], k [8, 2, 16], v [8, 2, 16]",
+        "attention expects q, k and v as [B, T, H, D]; got q [8, 4, 16], k [8, 2, 16], v [8, 2, 16]",
     ),
     "uneven heads": (
         lambda: call(tensor(2, 8, 5, 16), KV),
@@ -146,7 +146,7 @@ CALLS: dict[str, Refusal] = {
     "no heads": (
         lambda: call(tensor(2, 8, 0, 16), tensor(2, 8, 0, 16)),
         ConfigurationError,
-        "every size must be an integer from 1 on",
+        "every size must be a positive integer",
     ),
     "a tensor as mask": (
         lambda: call(mask=torch.ones(8, 8, dtype=torch.bool)),

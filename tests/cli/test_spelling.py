@@ -128,9 +128,9 @@ WRONG = [
     (("plan", *SMALL, "--dim", "-1"), "--dim -1: use 1 or more"),
     (("bench", "--ranks", "2", "--heads", "0"), "--heads 0: use 1 or more"),
     (("bench", "--ranks", "2", "--seq-len", "0"),
-     "argument --seq-len: '0' is no number of tokens from 1 on, as 4096, 4k or 1M"),
+     "argument --seq-len: '0' is not a number of tokens, as 4096, 4k or 1M"),
     (("trace", "ring", "--ranks", "2", "--kv-heads", "0"), "--kv-heads 0: use 1 or more"),
-    (("trace", "ring", "--ranks", "2", "--seq", "4x"), "argument --seq: '4x' is no number of tokens from 1 on"),
+    (("trace", "ring", "--ranks", "2", "--seq", "4x"), "argument --seq: '4x' is not a number of tokens"),
     (("schedule", "ring", "--ranks", "2", "--batch", "0"), "--batch 0: use 1 or more"),
     (("plan", "--topology", "preset:hgx-h100", "--cached", "4x"), "--cached 4x: write a number from 1 to "),
     (("plan", "--topology", "preset:hgx-h100", "--cached", "4k", "--tokens", "0"), "--tokens 0: write a number"),
@@ -139,7 +139,7 @@ WRONG = [
     (("plan", *SMALL, "--tokens", "1k"), "--tokens 1k are new tokens over a cache: say how many are cached with "),
     (("advise", "--engine", "megatron", "--model", "qwen3-8b", "--topology", "preset:hgx-h100", "--seq", "4x"),
      "--seq 4x: write a number from 1 to "),
-    (("demo", "--seq", "some"), "argument --seq: 'some' is no number of tokens"),
+    (("demo", "--seq", "some"), "argument --seq: 'some' is not a number of tokens"),
 ]  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def test_errors_name_options(words: tuple[str, ...], says: str) -> None:
 
 
 def test_errors_of_calls_name_the_size() -> None:
-    with pytest.raises(ConfigurationError, match=r"^q_heads=0: every size must be an integer from 1 on$"):
+    with pytest.raises(ConfigurationError, match=r"^q_heads=0: every size must be a positive integer$"):
         tr.Workload(1, 64, 64, 0, 2, 16, torch.float32)
 
 

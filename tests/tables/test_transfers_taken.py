@@ -201,4 +201,4 @@ def test_cuda_goes_by_rank_0_too(ranks: RankPools, tmp_path: Path) -> None:
         name, why = some(on_cuda, {1: tables[0]}, str(tmp_path / "b"), 4096)[0]
         assert name == "OnCpu" and why.startswith("rule: every two ranks reach each other's memory: ")
         name, why = some(on_cuda, {0: "broken"}, str(tmp_path / "c"), 4096)[1]
-        assert name == "OnCpu" and why.startswith("rule: ") and "is not used: it is no table of transports" in why
+        assert name == "OnCpu" and why.startswith("rule: ") and "is not used: this is not a table of transports" in why

@@ -157,7 +157,8 @@ def check_suffix(option: str, path: str | None, *known: str) -> str:
     """
     suffix = Path(path or "").suffix.lower()
     if suffix and suffix not in known:
-        raise ConfigurationError(f"{option} {path!r}: no {suffix!r} is written; end the name in {' or '.join(known)}")
+        named = " or ".join(known)
+        raise ConfigurationError(f"{option} {path!r}: {suffix!r} files are not supported; end the name in {named}")
     return suffix
 
 

@@ -51,7 +51,7 @@ class Workload:
             object.__setattr__(self, "value_dim", self.head_dim)
         for name in ("batch", "q_length", "kv_length", "q_heads", "kv_heads", "head_dim", "value_dim"):
             if (as_integer(getattr(self, name)) or 0) < 1:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: every size must be an integer from 1 on")
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: every size must be a positive integer")
         if self.q_heads % self.kv_heads:
             raise ConfigurationError(
                 f"{self.q_heads} query heads are not a multiple of {self.kv_heads} kv heads: "

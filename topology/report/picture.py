@@ -229,7 +229,7 @@ class _Picture:
         if node.device is not None:
             return _about(node.device)
         if node.key == "\0network":
-            return "a network that nobody has looked at"
+            return "a network that was not examined"
         return plain(node.key, MAX_NAME) if node.kind == "host" else "a switch that no source names"
 
     def _number(self, key: str) -> int:

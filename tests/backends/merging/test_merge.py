@@ -194,7 +194,7 @@ def test_mutants_fail_over_a_softmax(rule: Rule) -> None:
 def test_the_trial_refuses(rule: Rule) -> None:
     assert trial(TorchMerger(), CPU, 16) is None
     reason = trial(Mutant(rule), CPU, 16)
-    assert reason is not None and "it is no merge in fp32" in reason
+    assert reason is not None and "it does not merge in fp32" in reason
 
 
 def test_the_trial_tells_precisions_apart() -> None:
