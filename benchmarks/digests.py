@@ -39,7 +39,7 @@ from tokenring.sequence.mask import parse_mask
 from tokenring.sequence.workload import Workload
 
 # What a class, or a format of JSON, is called now → its name when the first digests were taken.
-RENAMED = {"ScheduleData": "Schedule", "tokenring-plan/1": "tokenring plan"}
+RENAMED = {"ScheduleData": "Schedule", "tokenring-plan": "tokenring plan"}
 DROPPED = ("Release",)
 RANKS = range(1, 9)
 HEADS = ((8, 8), (6, 6), (8, 2), (8, 1), (6, 3))

@@ -260,7 +260,7 @@ def test_whole_run(tmp_path: Path, warm: str) -> None:
     assert result.returncode == 0 and result.stderr == "", result.stdout + result.stderr
     assert sorted(each.name for each in tmp_path.iterdir()) == ["b.json", "b.svg"]
     report = RaceReport.from_json((tmp_path / "b.json").read_text())
-    assert json.loads((tmp_path / "b.json").read_text())["format"] == "tokenring-bench/1"
+    assert json.loads((tmp_path / "b.json").read_text())["format"] == "tokenring-bench"
     assert report.case.schedules == contenders(replace(report.case, schedules=[]), 2)
     assert [entry.name for entry in report.entries] == [*report.case.schedules, "one process"]
     assert {entry.status for entry in report.entries} == {MEASURED}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from io import StringIO
@@ -31,6 +32,7 @@ from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing.plan import Plan
 from tokenring.tables.kernel_rates import KernelKey, read_table, to_json
 from tokenring.tables.rates import constant
+from tokenring.topology.model.schema import to_json as topology_json
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
@@ -167,15 +169,18 @@ def test_bench_prints_or_writes_json(tmp_path: Path) -> None:
     assert (printing.printed, printing.json) == (True, None) and (writing.printed, writing.json) == (False, "b.json")
     out = Terminal()
     show_bench(report, printing, Console(out, Terminal(), {}))
-    assert json.loads(out.getvalue())["format"] == "tokenring-bench/1"
+    assert json.loads(out.getvalue())["format"] == "tokenring-bench"
     assert bench(["--save", "b.json"]).save == "b.json"
 
 
 def test_formats_have_one_form() -> None:
     made: dict[str, Any] = json.loads(printed(*SMALL, "--schedules", "ring", "--json"))
-    assert (made["format"], made["version"]) == ("tokenring-plan/1", 1)
-    older = json.dumps(made | {"format": "tokenring plan"})
-    assert Plan.from_json(older) == Plan.from_json(json.dumps(made))
+    assert (made["format"], made["version"]) == ("tokenring-plan", 1)
+    for older in ("tokenring-plan/1", "tokenring plan"):
+        assert Plan.from_json(json.dumps(made | {"format": older})) == Plan.from_json(json.dumps(made))
+    for text in (run("schedule", "ring", "--ranks", "2", "--json")[1], topology_json([])):
+        found = json.loads(text)
+        assert re.fullmatch("tokenring-[a-z]+", found["format"]) and found["version"] == 1
 
 
 CACHED = ("--topology", "preset:a10-pix-4", "--cached", "4k", "--heads", "8", "--kv-heads", "2")
@@ -183,7 +188,7 @@ CACHED = ("--topology", "preset:a10-pix-4", "--cached", "4k", "--heads", "8", "-
 
 def test_a_plan_over_a_cache_has_json() -> None:
     made = json.loads(printed(*CACHED, "--tokens", "1k", "--json"))
-    assert made["format"] == "tokenring-cached-plan/1"
+    assert made["format"] == "tokenring-cached-plan"
     assert (made["tokens"], made["cached"], made["ranks"], made["kv_heads"]) == (1024, 4096, 4, 2)
     table = printed(*CACHED, "--tokens", "1k")
     seconds = [way["seconds"] for way in made["ways"]]
@@ -196,7 +201,7 @@ def test_advice_has_json() -> None:
     words = ("advise", "--engine", "megatron", "--model", "llama-3.1-8b", "--topology", "preset:hgx-h100")
     code, text, _ = run(*words, "--ranks", "2", "--seq", "8k", "--pass", "forward", "--json")
     made = json.loads(text)
-    assert code == 0 and made["format"] == "tokenring-advice/1"
+    assert code == 0 and made["format"] == "tokenring-advice"
     assert (made["engine"], made["ranks"], made["tokens"], made["passes"]) == ("megatron", 2, 8192, ["forward"])
     assert len(made["choices"]) == 3 and all(each["seconds"] > 0 for each in made["choices"])
     assert set(made["tokenring"]) == {"schedule", "seconds"}
@@ -205,7 +210,7 @@ def test_advice_has_json() -> None:
 def test_rates_have_a_format_and_older_ones_are_read(tmp_path: Path) -> None:
     key, rates = KernelKey("a device", "a kernel", "bfloat16", 128, "2.13"), constant(100.0, "as asked")
     made = json.loads(to_json(rates, key))
-    assert made.pop("format") == "tokenring-rates/1"
+    assert made.pop("format") == "tokenring-rates"
     for name, document in (("new", json.loads(to_json(rates, key))), ("old", made)):
         path = tmp_path / name
         path.write_text(json.dumps(document), encoding="utf-8")
@@ -217,4 +222,4 @@ def test_rates_print_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("HOME", str(tmp_path))
     words = ("rates", "--device", "cpu", "--dtype", "fp32", "--dim", "16", "--seconds", "0.001", "--json")
     code, text, _ = run(*words)
-    assert code == 0 and json.loads(text)["format"] == "tokenring-rates/1"
+    assert code == 0 and json.loads(text)["format"] == "tokenring-rates"

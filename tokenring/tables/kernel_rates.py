@@ -19,7 +19,7 @@ from tokenring.tables.kept_files import cache_folder, keep_document
 from tokenring.tables.launching import Launching
 from tokenring.tables.rates import Rates
 
-FORMAT, VERSION = "tokenring-rates/1", 1  # a table without a format is read as well
+FORMAT, VERSION = "tokenring-rates", 1  # a table without a format is read as well
 
 
 @dataclass(frozen=True)

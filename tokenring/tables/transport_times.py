@@ -22,7 +22,7 @@ from tokenring.tables.kept_files import TRANSPORTS_MEASURED, cache_folder, keep_
 from tokenring.tables.rates import interpolate
 from tokenring.tables.transport_choice import DOMAINS, PAIRS, Domain, Spread, choose, size_text, time_text
 
-FORMAT, VERSION = "tokenring-transports/1", 1  # a table without a format is read as well
+FORMAT, VERSION = "tokenring-transports", 1  # a table without a format is read as well
 
 
 class Sample(NamedTuple):

@@ -20,7 +20,7 @@ from npu_smoke.tasks import SETTINGS
 from npu_smoke.team import TASK_SECONDS, Asked, run
 from npu_smoke.unknowns import UNKNOWNS, verdict
 
-FORMAT, VERSION = "tokenring.npu-smoke", 1
+FORMAT, VERSION = "tokenring-npu-smoke", 1
 TESTS = Path(__file__).resolve().parents[3] / "tests"
 DOCTOR_SECONDS = 60.0
 

@@ -28,7 +28,7 @@ from tokenring.planner.machines.presets import PRESETS
 from tokenring.planner.simulation.predict import predict
 from tokenring.sequence.sizes import read_size
 
-FORMAT = "tokenring-advice/1"
+FORMAT, VERSION = "tokenring-advice", 1
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def as_data(engine: str, job: Job, priced: list[Priced], own: tuple[str, float |
         for each in priced
     ]
     return {
-        "format": FORMAT, "engine": engine, "model": job.model.name, "ranks": job.ranks, "tokens": job.length,
-        "passes": ["forward", "backward"] if job.training else ["forward"],
+        "format": FORMAT, "version": VERSION, "engine": engine, "model": job.model.name, "ranks": job.ranks,
+        "tokens": job.length, "passes": ["forward", "backward"] if job.training else ["forward"],
         "choices": choices, "tokenring": {"schedule": own[0], "seconds": own[1]},
     }  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenring.emulate.shapes import Shape
 
-FORMAT = "tokenring-bench/1"
+FORMAT, VERSION = "tokenring-bench", 1
 OURS, ONE, PEER = "tokenring", "one process", "peer"  # kinds of entries
 MEASURED, WRONG, SKIPPED, MISSING, FAILED = "measured", "wrong", "skipped", "not installed", "failed"
 ERROR_LIMITS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # above, a result is wrong
@@ -167,7 +167,7 @@ class RaceReport:
 
     def to_json(self) -> str:
         """Return the report as JSON, with a format version; NaN is null."""
-        values = {"format": FORMAT, **asdict(self), "case": self.case.to_dict()}
+        values = {"format": FORMAT, "version": VERSION, **asdict(self), "case": self.case.to_dict()}
         for entry in values["entries"]:
             entry["errors"] = {name: _finite(error) for name, error in entry["errors"].items()}
         return json.dumps(values, indent=1, allow_nan=False) + "\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-FORMAT, VERSION = "tokenring-doctor/1", 1
+FORMAT, VERSION = "tokenring-doctor", 1
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ UNUSED = {  # options with a default, and why one that was given does not count
     "transport": "its ways are not lowered for a transport",
     "all": "it always shows all its ways",
 }
-FORMAT = "tokenring-cached-plan/1"
+FORMAT, VERSION = "tokenring-cached-plan", 1
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -62,8 +62,8 @@ def cached_json(call: CachedCall) -> str:
     """Return the ways as JSON, the fastest first, with the bound and the crossovers."""
     size, (moves, several) = call.workload, crossovers(call)
     data = {
-        "format": FORMAT, "interconnect": call.interconnect.name, "ranks": call.ranks, "batch": size.batch,
-        "tokens": size.q_length, "cached": size.kv_length, "heads": size.q_heads, "kv_heads": size.kv_heads,
+        "format": FORMAT, "version": VERSION, "interconnect": call.interconnect.name, "ranks": call.ranks,
+        "batch": size.batch, "tokens": size.q_length, "cached": size.kv_length, "heads": size.q_heads, "kv_heads": size.kv_heads,
         "dim": size.head_dim, "value_dim": size.value_dim, "dtype": str(size.dtype).removeprefix("torch."),
         "ways": [asdict(way) for way in cached_ways(call)], "bound_seconds": least_cached_seconds(call),
         "cache_moves_from_tokens": moves, "ranks_are_faster_from_cached": several,

@@ -12,7 +12,7 @@ from tokenring.cli.trace.record import Bar, Simulated, Stretch, Traced
 from tokenring.display.console import Ink
 from tokenring.ir.schedule_data import PASSES, Pass
 
-FORMAT = "tokenring-trace/1"
+FORMAT, VERSION = "tokenring-trace", 1
 COLUMNS = {"compute": "compute", "post": "moves", "pack": "moves", "wait": "waits", "merge": "merges"}
 PARTS = ("compute", "moves", "waits", "merges", "other")
 LEGEND = (
@@ -188,6 +188,7 @@ def to_json(traced: Traced) -> str:
     steps = [{"rank": e.rank, "pass": e.direction, "step": e.step, "seconds": _rounded(e)} for e in spent(traced)]
     values = {
         "format": FORMAT,
+        "version": VERSION,
         "schedule": traced.schedule,
         "case": traced.case.to_dict(),
         "machine": asdict(traced.machine),

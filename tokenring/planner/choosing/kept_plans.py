@@ -37,7 +37,7 @@ from tokenring.schedule.size_limits import MADE_RANKS
 from tokenring.tables.kept_files import BEGUN, folder_of_plans, write_whole
 
 LOG = logging.getLogger("tokenring")
-FORMAT = "tokenring-kept-plan/1"
+FORMAT = "tokenring-kept-plan"
 MOST_FILES, MOST_BYTES = 1000, 1 << 20  # in the folder; of one file
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 PACKAGE = Path(__file__).resolve().parents[2]

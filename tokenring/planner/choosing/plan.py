@@ -14,8 +14,8 @@ from tokenring.schedule.schedule import GivenSchedule, Schedule
 from tokenring.sequence.workload import Workload
 
 VERSION = 1
-FORMAT = "tokenring-plan/1"
-READ = (FORMAT, "tokenring plan")  # the second is what it was called first
+FORMAT = "tokenring-plan"
+READ = (FORMAT, "tokenring-plan/1", "tokenring plan")  # also its older names
 
 
 @dataclass(frozen=True, repr=False)
