@@ -30,8 +30,8 @@ from tokenring import (
     attention,
     shard,
 )
-from tokenring.backends.kernels.latent import Expansion, LatentKernel
 from tokenring.planner.simulation.predict import predict
+from tokenring.runtime.latent_kernel import Expansion, LatentKernel
 from tokenring.schedule.families import variants
 from tokenring.schedule.names import named_schedule
 from tokenring.sequence.layout import make_layout

@@ -24,7 +24,7 @@ from tokenring.sequence.workload import Request
 
 if TYPE_CHECKING:
     from tokenring.backends.interfaces import PreparesRows
-    from tokenring.backends.kernels.latent import Expansion
+    from tokenring.runtime.latent_kernel import Expansion
     from tokenring.runtime.trace import Trace
 
 

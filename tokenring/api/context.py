@@ -328,7 +328,7 @@ class ContextParallel(Standing):
         found = registry.capped_kernel(self.kernel(request.device), self.kernel_name, request.softcap)
         if request.workload.latent_dim is None:
             return found
-        from tokenring.backends.kernels.latent import LatentKernel
+        from tokenring.runtime.latent_kernel import LatentKernel
 
         return cast("AttentionKernel", LatentKernel(found))
 

@@ -20,9 +20,9 @@ from tokenring.api.autograd import (
 )
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import call_inputs, check_context, check_tensor, request_of, with_lengths
-from tokenring.backends.kernels.latent import Expansion
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import refusing
+from tokenring.runtime.latent_kernel import Expansion
 from tokenring.sequence.mask_words import MaskLike, mask_of
 from tokenring.sequence.workload import Request
 

@@ -33,7 +33,7 @@ class Expansion:
 
     @property
     def said(self) -> str:
-        """What ranks agree on beside the sizes of a call."""
+        """Text on which ranks agree, beside the sizes of a call."""
         return f"latents of {self.weight.shape[1]}"
 
     @property
