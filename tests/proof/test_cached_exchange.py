@@ -16,7 +16,7 @@ from tokenring.ir.cached_exchange import (
     AttendPart,
     ExchangeData,
     MergePart,
-    MovePart,
+    SendPart,
     exchange_data,
 )
 from tokenring.proof.cached_exchange import verify_exchange
@@ -41,11 +41,11 @@ def test_bytes_of_the_design(ranks: int) -> None:
             assert exchange_data(name, ranks).sent_bytes(rank, sizes) == (ranks - 1) * each  # type: ignore[arg-type]
 
 
-def without(data: ExchangeData, move: MovePart) -> ExchangeData:
+def without(data: ExchangeData, move: SendPart) -> ExchangeData:
     return replace(data, moves=tuple(each for each in data.moves if each != move))
 
 
-def with_(data: ExchangeData, old: MovePart | MergePart | AttendPart, new: object) -> ExchangeData:
+def with_(data: ExchangeData, old: SendPart | MergePart | AttendPart, new: object) -> ExchangeData:
     lists = {name: getattr(data, name) for name in ("attends", "moves", "merges")}
     changed = {name: tuple(new if each == old else each for each in found) for name, found in lists.items()}
     assert changed != lists
@@ -92,7 +92,7 @@ def wrong_home(data: ExchangeData) -> ExchangeData:
 
 
 def moved_kv(data: ExchangeData) -> ExchangeData:
-    return replace(data, moves=(*data.moves, MovePart(0, 1, 2, "kv", 0)))
+    return replace(data, moves=(*data.moves, SendPart(0, 1, 2, "kv", 0)))
 
 
 def sent_twice(data: ExchangeData) -> ExchangeData:
@@ -134,10 +134,10 @@ def test_other_mutants() -> None:
     strange = replace(direct, homes=direct.homes[1:])
     with pytest.raises(ScheduleError, match="homes of 2"):
         verify_exchange(strange)
-    unknown = replace(direct, moves=(*direct.moves, MovePart(0, 0, 3, "q", 0)))
+    unknown = replace(direct, moves=(*direct.moves, SendPart(0, 0, 3, "q", 0)))
     with pytest.raises(ScheduleError, match="goes from rank 0 to rank 3"):
         verify_exchange(unknown)
-    foreign = replace(direct, moves=(*direct.moves, MovePart(0, 0, 1, "q", 2)))
+    foreign = replace(direct, moves=(*direct.moves, SendPart(0, 0, 1, "q", 2)))
     with pytest.raises(ScheduleError, match="rows of part 2 before it has got them"):
         verify_exchange(foreign)
     with pytest.raises(ConfigurationError, match="no exchange is called 'tree'"):

@@ -28,7 +28,7 @@ class AttendPart(NamedTuple):
     part: int
 
 
-class MovePart(NamedTuple):
+class SendPart(NamedTuple):
     """In a step, behind what is attended in it, a rank sends a part: rows of q, its partial result, or the result."""
 
     step: int
@@ -61,10 +61,10 @@ class ExchangeData:
     starts: tuple[frozenset[int], ...]
     homes: tuple[frozenset[int], ...]
     attends: tuple[AttendPart, ...]
-    moves: tuple[MovePart, ...]
+    moves: tuple[SendPart, ...]
     merges: tuple[MergePart, ...]
 
-    def of(self, content: Content) -> tuple[MovePart, ...]:
+    def of(self, content: Content) -> tuple[SendPart, ...]:
         """Return the messages with such content."""
         return tuple(move for move in self.moves if move.content == content)
 
@@ -96,7 +96,7 @@ def _one_shot(ranks: int) -> ExchangeData:
     return ExchangeData(
         ONE_SHOT, ranks, 1, (every,), (every,),
         tuple(AttendPart(0, rank, 0) for rank in range(ranks)),
-        tuple(MovePart(0, src, dst, "partial", 0) for src, dst in _pairs(ranks)),
+        tuple(SendPart(0, src, dst, "partial", 0) for src, dst in _pairs(ranks)),
         tuple(MergePart(0, rank, 0, _shards(ranks)) for rank in range(ranks)),
     )  # fmt: skip
 
@@ -111,8 +111,8 @@ def _two_step(ranks: int) -> ExchangeData:
         TWO_STEP, ranks, ranks, (every,) * ranks, (every,) * ranks,
         tuple(AttendPart(0, rank, part) for rank in range(ranks) for part in range(ranks)),
         (
-            *(MovePart(0, src, dst, "partial", dst) for src, dst in _pairs(ranks)),
-            *(MovePart(1, src, dst, "result", src) for src, dst in _pairs(ranks)),
+            *(SendPart(0, src, dst, "partial", dst) for src, dst in _pairs(ranks)),
+            *(SendPart(1, src, dst, "result", src) for src, dst in _pairs(ranks)),
         ),
         tuple(MergePart(0, rank, rank, _shards(ranks)) for rank in range(ranks)),
     )  # fmt: skip
@@ -128,8 +128,8 @@ def _direct_q(ranks: int) -> ExchangeData:
             *(AttendPart(1, rank, part) for rank, part in _pairs(ranks)),
         ),
         (
-            *(MovePart(0, src, dst, "q", src) for src, dst in _pairs(ranks)),
-            *(MovePart(1, src, dst, "partial", dst) for src, dst in _pairs(ranks)),
+            *(SendPart(0, src, dst, "q", src) for src, dst in _pairs(ranks)),
+            *(SendPart(1, src, dst, "partial", dst) for src, dst in _pairs(ranks)),
         ),
         tuple(MergePart(1, rank, rank, _shards(ranks)) for rank in range(ranks)),
     )  # fmt: skip

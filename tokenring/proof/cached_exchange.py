@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from tokenring.errors import ScheduleError
-from tokenring.ir.cached_exchange import OPEN, ExchangeData, MergePart, MovePart
+from tokenring.ir.cached_exchange import OPEN, ExchangeData, MergePart, SendPart
 
 SAID = {"q": "rows of part", "partial": "its partial result of part", "result": "the result of part"}
 
@@ -39,7 +39,7 @@ def _check_form(data: ExchangeData) -> None:
         )
     if len(data.starts) != data.parts or len(data.homes) != data.parts:
         raise _Broken(f"it has {data.parts} parts, starts of {len(data.starts)} and homes of {len(data.homes)}")
-    counted: Counter[MovePart] = Counter(data.moves)
+    counted: Counter[SendPart] = Counter(data.moves)
     for move, count in counted.items():
         if move.src == move.dst or not {move.src, move.dst} <= set(range(data.ranks)):
             raise _Broken(f"step {move.step}: a message goes from rank {move.src} to rank {move.dst}")
@@ -79,7 +79,7 @@ class _Walk:
                 if found != self.wanted:
                     raise _Broken(f"rank {rank} ends with part {part} {self._wrong(found)}")
 
-    def _sent(self, move: MovePart) -> Callable[[], object]:
+    def _sent(self, move: SendPart) -> Callable[[], object]:
         """Return what a message does at its receiver, if what it carries is there."""
         step, src, dst, content, part = move
         if content == "q":
@@ -122,5 +122,5 @@ def _name(shard: int) -> str:
     return "open" if shard == OPEN else str(shard)
 
 
-def _said(move: MovePart) -> str:
+def _said(move: SendPart) -> str:
     return f"{SAID[move.content]} {move.part}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tokenring.backends.merging.all_at_once import merge_all, merge_outs
-from tokenring.ir.cached_exchange import CHANNEL_OF, Content, MovePart, exchange_data
+from tokenring.ir.cached_exchange import CHANNEL_OF, Content, SendPart, exchange_data
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.lowering.records import aligned
 from tokenring.runtime.cached_kernel import Partial
@@ -155,7 +155,7 @@ class PartialExchange:
             flat = [self.base[i * q_bytes : i * q_bytes + rows.number * q_width * item] for i in range(world)]
             self.q = [each.view(rows.dtype).view(shape) for each in flat]
 
-        def lies_at(move: MovePart, sends: bool) -> torch.Tensor:
+        def lies_at(move: SendPart, sends: bool) -> torch.Tensor:
             """Return the memory of a message at this rank."""
             if move.content == "q":
                 return flat[move.part]
