@@ -24,15 +24,7 @@ from tokenring.backends import registry
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import Pass
 from tokenring.launch.groups import hold
-from tokenring.runtime.agreement import (
-    Description,
-    agree,
-    beginning,
-    describe,
-    no_kernel,
-    refusing,
-    settle,
-)
+from tokenring.runtime.agreement import Description, agree, beginning, describe, no_kernel, refusing, settle
 from tokenring.runtime.exclusive import share_turn, turn_of
 from tokenring.schedule.schedule import GivenSchedule, Schedule
 from tokenring.schedule.scheme import Scheme

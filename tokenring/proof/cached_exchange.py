@@ -27,7 +27,7 @@ def verify_exchange(data: ExchangeData) -> None:
 
 
 class _Broken(Exception):
-    """What is wrong with an exchange."""
+    """An exchange is wrong, with the reason as its text."""
 
 
 def _check_form(data: ExchangeData) -> None:

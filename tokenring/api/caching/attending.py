@@ -106,7 +106,7 @@ class SharedCall(NamedTuple):
 
     @property
     def own(self) -> HeadPart:
-        """This rank's heads: all, or its part."""
+        """Return this rank's heads: all, or its part."""
         rank = self.cache.cp.rank if self.step.home == "heads" else 0
         return HeadPart(rank * self.q.shape[1], self.q.shape[1], self.form.heads)
 

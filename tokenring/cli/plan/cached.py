@@ -64,7 +64,8 @@ def cached_json(call: CachedCall) -> str:
     data = {
         "format": FORMAT, "version": VERSION, "interconnect": call.interconnect.name, "ranks": call.ranks,
         "batch": size.batch, "tokens": size.q_length, "cached": size.kv_length, "heads": size.q_heads,
-        "kv_heads": size.kv_heads, "dim": size.head_dim, "value_dim": size.value_dim, "dtype": str(size.dtype).removeprefix("torch."),
+        "kv_heads": size.kv_heads, "dim": size.head_dim, "value_dim": size.value_dim,
+        "dtype": str(size.dtype).removeprefix("torch."),
         "ways": [asdict(way) for way in cached_ways(call)], "bound_seconds": least_cached_seconds(call),
         "cache_moves_from_tokens": crossed.cache_moves, "ranks_are_faster_from_cached": crossed.several,
         "two_step_from_tokens": crossed.two_step,

@@ -202,7 +202,7 @@ def fewest(enough: Callable[[int], bool]) -> int | None:
 
 
 class Crossovers(NamedTuple):
-    """From where on another way is the faster one; None: nowhere.
+    """Token counts from which another way is the faster one; None: nowhere.
 
     cache_moves: new tokens from which the cache moves rather than q. several: cached tokens from which several ranks
     are faster than one. two_step: new tokens, which every rank has, from which results go in two rounds.
