@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
@@ -22,9 +22,11 @@ from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import call_inputs, check_context, check_tensor, request_of, with_lengths
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import refusing
-from tokenring.runtime.latent_kernel import Expansion
 from tokenring.sequence.mask_words import MaskLike, mask_of
 from tokenring.sequence.workload import Request
+
+if TYPE_CHECKING:
+    from tokenring.runtime.latent_kernel import Expansion
 
 COMPILED = (
     "latent_attention is not supported in a compiled call: call it outside, or expand the latents and call attention"
@@ -87,6 +89,8 @@ def latent_attention(
         travels = latent.shape[-1] + rope.shape[-1]
         whole = heads * (q.shape[-1] + value_dim)
     if travels >= whole:
+        from tokenring.runtime.latent_kernel import Expansion
+
         made = Expansion(weight, heads, value_dim).expanded(torch.cat([latent, rope], dim=-1)[:, None])
         k, v = (x.transpose(1, 2) for x in made)
         out, lse = attend(q, k, v, cp, mask, scale, training, is_causal)
@@ -200,6 +204,8 @@ def _forward(
 
 
 def _expansion(request: Request, weight: torch.Tensor, wanted: bool = False) -> Expansion:
+    from tokenring.runtime.latent_kernel import Expansion  # whoever calls attention alone need not load it
+
     size = request.workload
     wide = torch.promote_types(weight.dtype, torch.float32)
     gradient = torch.zeros_like(weight, dtype=wide) if wanted else None
