@@ -178,7 +178,10 @@ REFUSED: dict[str, tuple[str, Callable[[tr.KVCache], object]]] = {
     "capacity": ("has room for 64 tokens and holds 5: 60 more are 1 too many", lambda c: c.step(60).__enter__()),
     "ids": (r"token_ids are \[2, 3\]: give", lambda c: c.step(torch.zeros(2, 3, dtype=torch.int64)).__enter__()),
     "no tokens": ("a step of 0 tokens", lambda c: c.step(0).__enter__()),
-    "home": ("q_home='heads': write 'all'", lambda c: c.step(1, "heads").__enter__()),  # type: ignore[arg-type]
+    "home": ("q_home='rows': write 'all'", lambda c: c.step(1, "rows").__enter__()),  # type: ignore[arg-type]
+    "schedule": ("schedule='ring' of a step with q_home='all': give one of 'auto'",
+                 lambda c: c.step(1, "all", "ring").__enter__()),  # type: ignore[arg-type]
+    "schedule of heads": ("give one of 'auto', 'direct-q'", lambda c: c.step(1, "heads", "one-shot").__enter__()),
     "layer": ("layer=2: the cache has layers 0 to 1", lambda c: tr.cached_attention(*new_tokens(1), c, 2)),
     "only k": ("give both k and v", lambda c: tr.cached_attention(*new_tokens(1)[:2], None, c, 0)),
     "heads": ("multiple of 2", lambda c: tr.cached_attention(new_tokens(1)[0][:, :, :3], *new_tokens(1)[1:], c, 0)),

@@ -192,7 +192,7 @@ def test_a_plan_over_a_cache_has_json() -> None:
     assert (made["tokens"], made["cached"], made["ranks"], made["kv_heads"]) == (1024, 4096, 4, 2)
     table = printed(*CACHED, "--tokens", "1k")
     seconds = [way["seconds"] for way in made["ways"]]
-    assert len(seconds) == 5 and seconds == sorted(seconds) and table.count(" tokens over 4,096 cached") == 1
+    assert len(seconds) == 6 and seconds == sorted(seconds) and table.count(" tokens over 4,096 cached") == 1
     assert table.index(made["ways"][0]["name"]) < table.index(made["ways"][1]["name"])
     assert "batch 1, 1 new token over 4,096 cached" in printed(*CACHED)
 

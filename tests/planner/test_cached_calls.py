@@ -39,9 +39,11 @@ def test_bytes_that_a_rank_sends(ranks: int) -> None:
     q, o, lse, kv = (16 * 64 * 256, 16 * 64 * 256, 16 * 64 * 4, 2 * 4096 * 8 * 256)
     share = (ranks - 1) / ranks
     wanted = {
-        "one rank": 0, "one-shot": (ranks - 1) * (o + lse), "direct-q": share * (q + o + lse), "direct-kv": share * kv,
-        "ring": share * kv,
+        "one rank": 0, "one-shot": (ranks - 1) * (o + lse), "two-step": 2 * share * (o + lse),
+        "direct-q": share * (q + o + lse), "direct-kv": share * kv, "ring": share * kv,
     }  # fmt: skip
+    if 64 % ranks:
+        del wanted["two-step"]  # heads that do not divide
     assert of(call(ranks, 16, 4096)) == pytest.approx(wanted)
 
 
@@ -63,20 +65,20 @@ def test_a_round_takes_what_its_busiest_wire_takes(switch: bool) -> None:
 def test_q_moves_until_the_bytes_are_those_of_the_cache() -> None:
     """T* / S of the design: 0.124 for GQA 8, where only bytes count."""
     given = replace(call(cached=1 << 20), machine=FREE)
-    tokens, _ = crossovers(given)
+    tokens = crossovers(given).cache_moves
     assert tokens is not None and tokens / (1 << 20) == pytest.approx(0.124, rel=0.01)
 
 
 def test_several_ranks_pay_from_some_length_on() -> None:
     given = replace(call(), machine=Machine(constant(100.0, copy_gbs=1000.0), Messages(latency_seconds=1e-5)))
-    _, cached = crossovers(given)
+    cached = crossovers(given).several
     assert cached is not None
     for count, best in ((cached - 1, "one rank"), (cached, "one-shot")):
         assert cached_ways(given.with_lengths(1, count))[0].name == best
 
 
 def test_one_rank_is_never_beaten_by_one() -> None:
-    assert crossovers(call(1))[1] is None
+    assert crossovers(call(1)).several is None
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 2048])
@@ -84,7 +86,7 @@ def test_one_rank_is_never_beaten_by_one() -> None:
 def test_nothing_in_place_beats_the_bound(tokens: int, cached: int) -> None:
     machine = Machine(constant(400.0, copy_gbs=2500.0), Messages(6e-6, 2e-6))
     given = replace(call(tokens=tokens, cached=cached), machine=machine)
-    in_place = [way.seconds for way in cached_ways(given) if way.name in ("one-shot", "direct-q")]
+    in_place = [way.seconds for way in cached_ways(given) if way.name in ("one-shot", "two-step", "direct-q")]
     assert min(in_place) >= least_cached_seconds(given)
 
 

@@ -24,6 +24,7 @@ from tokenring.sequence.workload import Request
 
 if TYPE_CHECKING:
     from tokenring.backends.interfaces import PreparesRows
+    from tokenring.runtime.latent_kernel import Expansion
     from tokenring.runtime.trace import Trace
 
 
@@ -136,25 +137,29 @@ def forward_pass(
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None,
+    expansion: Expansion | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Agree on a forward pass with all ranks and run it; return what `run_forward` does."""
-    executor = cp.executor(request, "forward", *(() if sinks is None else (SINKS,)))
-    return run_forward(executor, cp.active_trace, q, k, v, sinks)
+    notes = (() if sinks is None else (SINKS,)) if expansion is None else (expansion.said,)
+    executor = cp.executor(request, "forward", *notes)
+    return run_forward(executor, cp.active_trace, q, k, v, sinks, expansion=expansion)
 
 
 def backward_pass(
-    cp: ContextParallel, request: Request, dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any
+    cp: ContextParallel, request: Request, dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any,
+    expansion: Expansion | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Agree on a backward pass with all ranks and run it; return what `run_backward` does.
 
     Ranks may differ in whether a gradient flows into lse. Then all make the call again, as one where some does.
-    saved: q, k, v, and what forward made.
+    saved: q, k, v, and what forward made. expansion: of latents, which are in the place of k.
     """
+    always = () if expansion is None else (expansion.said,)
 
     def run(*notes: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        executor = cp.executor(request, "backward", *notes)
+        executor = cp.executor(request, "backward", *notes, *always)
         q, k, v, out, lse, kept = saved
-        return run_backward(executor, cp.active_trace, dout, q, k, v, out, lse, kept, dlse, bool(notes))
+        return run_backward(executor, cp.active_trace, dout, q, k, v, out, lse, kept, dlse, bool(notes), expansion)
 
     try:
         return run(*(() if dlse is None else (LSE_GRADIENT,)))
@@ -171,6 +176,8 @@ def run_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    *,
+    expansion: Expansion | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return out [B, T, Hq, D] in q's dtype, lse [B, Hq, T] fp32, and the bytes that backward wants besides, if any.
 
@@ -179,7 +186,8 @@ def run_forward(
     with beginning(executor.transport):
         kept = executor.views.new_kept(q.device)
         own = {"q": _rows_packed(q), "k": _rows_packed(k), "v": _rows_packed(v)}
-        call = ActiveCall(own, executor.views.kept_slots_in(kept))
+        kernel_of = None if expansion is None else _expanding(expansion)
+        call = ActiveCall(own, executor.views.kept_slots_in(kept), kernel_of=kernel_of)
     with torch.autocast(q.device.type, enabled=False):  # kernels and merges choose their precision themselves
         executor.run(call, trace)
     out = executor.result(call, "q_partial", "out")
@@ -201,6 +209,7 @@ def run_backward(
     kept: torch.Tensor | None,
     dlse: torch.Tensor | None = None,
     lse_gradient: bool = False,
+    expansion: Expansion | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk, dv like q, k and v, contiguous; out, lse and kept are what `run_forward` made.
 
@@ -213,13 +222,20 @@ def run_backward(
         given.rows_lse, given.preparing = lse, preparing
         if dlse is not None:
             given["dlse"] = dlse
-        call = ActiveCall(given, executor.views.kept_slots_in(kept), any_delta=AnyDelta if lse_gradient else None)
+        any_delta = AnyDelta if lse_gradient else None
+        kernel_of = any_delta if expansion is None else _expanding(expansion, any_delta)
+        call = ActiveCall(given, executor.views.kept_slots_in(kept), kernel_of=kernel_of)
         call.kernel = None if preparing is None else preparing.for_call()
     with torch.autocast(q.device.type, enabled=False):
         executor.run(call, trace)
     dq = _kept_by_caller(executor.result(call, "q_partial", "dq"), q.dtype)
     dk, dv = (_kept_by_caller(executor.result(call, "kv_partial", name), k.dtype) for name in ("dk", "dv"))
     return dq, dk, dv
+
+
+def _expanding(expansion: Expansion, any_delta: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
+    """Return what makes of a program's kernel of latents that of a call with these weights."""
+    return lambda kernel: kernel.of(expansion, any_delta)
 
 
 class OwnTensors(dict[str, torch.Tensor]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -32,10 +32,12 @@ from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.runtime.agreement import LSE_GRADIENT, SINKS, refusing
 from tokenring.runtime.executor import Executor
-from tokenring.runtime.streams import Streams
 from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask_words import MaskLike
 from tokenring.sequence.workload import Request
+
+if TYPE_CHECKING:
+    from tokenring.runtime.streams import Streams
 
 GRADIENT_OF_LSE = (
     "a gradient flows into the lse of a captured call, which was captured without: say capture(..., lse_gradient=True) "

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -24,15 +24,7 @@ from tokenring.backends import registry
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import Pass
 from tokenring.launch.groups import hold
-from tokenring.runtime.agreement import (
-    Description,
-    agree,
-    beginning,
-    describe,
-    no_kernel,
-    refusing,
-    settle,
-)
+from tokenring.runtime.agreement import Description, agree, beginning, describe, no_kernel, refusing, settle
 from tokenring.runtime.exclusive import share_turn, turn_of
 from tokenring.schedule.schedule import GivenSchedule, Schedule
 from tokenring.schedule.scheme import Scheme
@@ -325,7 +317,12 @@ class ContextParallel(Standing):
         return registry.make_kernel(self.kernel_name, device)
 
     def _kernel_of(self, request: Request) -> AttentionKernel:
-        return registry.capped_kernel(self.kernel(request.device), self.kernel_name, request.softcap)
+        found = registry.capped_kernel(self.kernel(request.device), self.kernel_name, request.softcap)
+        if request.workload.latent_dim is None:
+            return found
+        from tokenring.runtime.latent_kernel import LatentKernel
+
+        return cast("AttentionKernel", LatentKernel(found))
 
     def _make_plan(self, request: Request) -> Plan | GivenSchedule:
         layouts, modes = self._layouts(request), registry.modes_of(self._transport, self._group, request.device)

@@ -86,7 +86,7 @@ class TensorParallel(Standing):
     Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds.
     """
 
-    _internal = frozenset(("begin", "box", "call", "collective", "refusing", "request", "schedule_of", "turn"))
+    _internal = frozenset(("begin", "box", "call", "collective", "group", "refusing", "request", "schedule_of", "turn"))
 
     def __init__(
         self,

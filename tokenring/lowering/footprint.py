@@ -35,6 +35,15 @@ def flops_per_pair(direction: Pass, head_dim: int, value_dim: int, operator: Til
     return of_width * head_dim + of_values * value_dim
 
 
+def expanding_flops(workload: Workload, direction: Pass, tokens: int) -> int:
+    """Return at most how many operations expand the latents of so many tokens of each batch entry, for all heads.
+
+    Backward expands them once more, and contracts the gradients to those of latents and of the weight.
+    """
+    elements = (workload.latent_dim or 0) * workload.q_heads * workload.qo_dim
+    return {"forward": 2, "backward": 6}[direction] * workload.batch * tokens * elements
+
+
 FLOPS_PER_PAIR = {each: flops_per_pair(each, 1, 1) for each in PASSES}  # and element, where all are equally wide
 
 

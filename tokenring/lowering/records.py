@@ -30,7 +30,7 @@ class Field(NamedTuple):
     dtype: torch.dtype
     offset_bytes: int
     statistic: bool = False
-    dim: int = 0  # the last axis: head_dim, or value_dim of v, out and their gradients; 0 for a statistic
+    dim: int = 0  # the last axis: head_dim, or value_dim of v, out and their gradients; 0 for a statistic, or no v
 
 
 class Record(NamedTuple):
@@ -100,6 +100,8 @@ class Records:
             at += STATISTIC_BYTES * size.batch * heads
         for name in tensors:
             dim = size.value_dim if name in AS_WIDE_AS_VALUES else size.head_dim
+            if size.latent_dim is not None and kind.startswith("kv"):  # which stands in the place of k; v has no width
+                dim = 0 if name in AS_WIDE_AS_VALUES else size.latent_dim
             fields.append(Field(name, dtype, at, dim=dim))
             at += dtype.itemsize * size.batch * heads * dim
         return Record(tuple(fields), heads, -(-at // 4) * 4)

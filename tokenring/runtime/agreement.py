@@ -90,6 +90,8 @@ def describe(
     sizes: dict[str, object] = {field.name: getattr(request.workload, field.name) for field in fields(Workload)}
     if sizes["value_dim"] == sizes["head_dim"]:
         sizes["value_dim"] = "head_dim"  # whatever that is: where it differs, it alone is named
+    if sizes["latent_dim"] is None:
+        del sizes["latent_dim"]
     # Of a layout that the call gives the length is known, whatever the ranks hold.
     of = cp.lengths if request.layout is None or cp.layout == AUTO else None
     held = None if of is None else Held(*(of.parts(getattr(request.workload, name))[cp.rank] for name in OF_LENGTHS))

@@ -195,7 +195,7 @@ def of_call(kernel: Any, scale: float) -> tuple[Callable[[ActiveCall], Any], flo
     def taken(call: ActiveCall) -> Any:
         if call.kernel is not None:
             return folded(call.kernel, scale)[0]
-        return plain if call.any_delta is None else folded(call.any_delta(kernel), scale)[0]
+        return plain if call.kernel_of is None else folded(call.kernel_of(kernel), scale)[0]
 
     return taken, positive
 

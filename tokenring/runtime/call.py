@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 class ActiveCall:
     """The tensors of one call. `own` holds q, k, v, dout [B, T, H, D] and lse, delta [B, H, T] by name.
 
-    any_delta: makes of a kernel one that takes any delta, as where on some rank a gradient flows into lse; on this rank
-    one does if `own` has a dlse [B, H, T]. kernel: of this call alone, where rows are prepared for it.
+    kernel_of: makes the call's kernel of the program's: one that takes any delta, as where on some rank a gradient
+    flows into lse (on this rank one does if `own` has a dlse [B, H, T]), or one with the weights that expand latents.
+    kernel: of this call alone, where rows are prepared for it.
     """
 
     own: dict[str, torch.Tensor]
     kept: dict[int, torch.Tensor] = field(default_factory=dict)  # slot → bytes that outlive the pass
     outputs: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # slot → field → [T, B, H, ...]
     handles: dict[int, Work] = field(default_factory=dict)
-    any_delta: Callable[[Any], Any] | None = None
+    kernel_of: Callable[[Any], Any] | None = None
     kernel: Any = None
     running: dict[int, Any] = field(default_factory=dict)  # by the first instruction of a run: results so far
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tokenring.backends.merging.all_at_once import merge_all, merge_outs
+from tokenring.ir.cached_exchange import CHANNEL_OF, Content, SendPart, exchange_data
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.lowering.records import aligned
 from tokenring.runtime.cached_kernel import Partial
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tokenring.backends.interfaces import Landing, Transport, Work
     from tokenring.runtime.pool import Pool
 
+Made = tuple[torch.Tensor, torch.Tensor | None]  # out and, where it is wanted, lse
 LSE_BYTES = 4  # of fp32
 KEPT_EXCHANGES = 16  # of a pool, each for one number of rows
 
@@ -120,41 +122,59 @@ class Posts:
 
 
 class PartialExchange:
-    """Memory and messages of cached attention for calls of one size.
+    """Memory and messages of cached attention for calls of one size, as an exchange says that is data.
 
-    home "all": every rank has all rows, and gets the partial results of all. home "tokens": each rank has rows of its
-    own, which go to all; their partial results come back. home "heads": so it is with heads of the same tokens.
+    rows: of a part of it. "one-shot": every rank has all rows, and gets the partial results of all. "two-step": so too,
+    and each merges those of a part of the heads, whose result then goes to all. "direct-q": each rank has rows of its
+    own, of tokens or heads, which go to all; their partial results come back. halves: that is done by two calls.
     made: the partial results that are merged, of each rank, and at last what is a rank's own beside.
     """
 
-    def __init__(self, transport: Transport, pool: Pool, home: str, rows: Rows, q_width: int) -> None:
-        self.home, self.rows, self._transport, self._pool = home, rows, transport, pool
+    def __init__(
+        self, transport: Transport, pool: Pool, name: str, rows: Rows, q_width: int, halves: bool = False
+    ) -> None:
+        self.name, self.rows, self._transport, self._pool = name, rows, transport, pool
         world, me = transport.world_size, transport.rank
-        others = [rank for rank in range(world) if rank != me]
-        moves_q = home != "all"
+        data = exchange_data(name, world)
+        moves_q, parted = bool(data.of("q")), data.parts > 1
         q_bytes = aligned(rows.number * q_width * rows.dtype.itemsize) if moves_q else 0
-        slots = (2 * world if moves_q else world) + 1
-        pool.reserve(world * q_bytes + slots * rows.slot_bytes)
+        counts = world + 1, world if parted else 0, world if data.of("result") else 0
+        pool.reserve(world * q_bytes + sum(counts) * rows.slot_bytes)
         self.base = pool.data
-        pool.touch(world * q_bytes + slots * rows.slot_bytes)
-        at = world * q_bytes
-        self.made = PartialSlots(self.base[at:], rows, world + 1)  # to be merged: of each rank, and the rank's own
-        links = [(a, b, PARTIALS) for a in range(world) for b in range(world) if a != b]
+        pool.touch(world * q_bytes + sum(counts) * rows.slot_bytes)
+        slots, at = [], world * q_bytes
+        for count in counts:
+            slots.append(PartialSlots(self.base[at:], rows, count) if count else None)
+            at += count * rows.slot_bytes
+        made, self._out, self._results = slots
+        assert made is not None
+        self.made = made  # to be merged: of each rank, and the rank's own
+        flat: list[torch.Tensor] = []
         if moves_q:
-            self.out = PartialSlots(self.base[at + (world + 1) * rows.slot_bytes :], rows, world)
             shape, item = (rows.batch, rows.tokens, rows.heads, q_width), rows.dtype.itemsize
             flat = [self.base[i * q_bytes : i * q_bytes + rows.number * q_width * item] for i in range(world)]
             self.q = [each.view(rows.dtype).view(shape) for each in flat]
-            self._requests = Posts(
-                transport, REQUESTS, [Post(r, flat[r]) for r in others], [Post(r, flat[me]) for r in others]
-            )
-            sends = [Post(r, self.out.messages[r]) for r in others]
-            links += [(a, b, REQUESTS) for a, b, _ in links]
-        else:
-            sends = [Post(r, self.made.messages[me]) for r in others]
-        self.partials = Posts(transport, PARTIALS, [Post(r, self.made.messages[r]) for r in others], sends)
-        transport.prepare(links, self.base.device)
-        self._begin = self._placed()
+
+        def lies_at(move: SendPart, sends: bool) -> torch.Tensor:
+            """Return the memory of a message at this rank."""
+            if move.content == "q":
+                return flat[move.part]
+            if move.content == "partial":
+                own = not sends or self._out is None
+                return self.made.messages[move.src] if own else self._out.messages[move.part]  # type: ignore[union-attr]
+            assert self._results is not None
+            return self._results.messages[move.part]
+
+        def posts(content: Content) -> Posts:
+            moves = data.of(content)
+            receives = [Post(move.src, lies_at(move, False)) for move in moves if move.dst == me]
+            sends = [Post(move.dst, lies_at(move, True)) for move in moves if move.src == me]
+            return Posts(transport, CHANNEL_OF[content], receives, sends)
+
+        self._requests, self.partials, self._returns = posts("q"), posts("partial"), posts("result")
+        links = dict.fromkeys((move.src, move.dst, CHANNEL_OF[move.content]) for move in data.moves)
+        transport.prepare(list(links), self.base.device)
+        self._begin = self._placed(halves)
 
     @property
     def placed(self) -> bool:
@@ -166,15 +186,14 @@ class PartialExchange:
         """True until the pool has grown: then it lies in memory that is given up."""
         return self.base is self._pool.data
 
-    def _placed(self) -> dict[str, object]:
+    def _placed(self, halves: bool) -> dict[str, object]:
         """Tell the transport where messages go, where it wants to know that: of a call, or of each half of it."""
         if not self._transport.target.placing:
             return {}
-        if self.home == "heads":
-            halves = {REQUESTS: self._requests.landings, PARTIALS: self.partials.landings}
-            return {half: self._transport.place(landings) for half, landings in halves.items()}
-        requests = self._requests.landings if self.home == "tokens" else []
-        return {PARTIALS: self._transport.place(requests + self.partials.landings)}
+        requests, partials = self._requests.landings, self.partials.landings
+        if halves:
+            return {REQUESTS: self._transport.place(requests), PARTIALS: self._transport.place(partials)}
+        return {PARTIALS: self._transport.place(requests + partials + self._returns.landings)}
 
     def _start(self, half: str = PARTIALS) -> None:
         if self._begin:
@@ -182,7 +201,7 @@ class PartialExchange:
 
     def shared(
         self, sealed: Callable[[], Partial], local: Callable[[], Partial], label: str, wants_lse: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Made:
         """Return out and lse of rows that all ranks have: from what each makes of its keys, and of what all hold."""
         self._start()
         received = self.partials.receive(label)
@@ -194,10 +213,30 @@ class PartialExchange:
             return merge_all(self.made.outs, self.made.lses)
         return merge_outs(self.made.outs, self.made.lses), None
 
+    def in_two_steps(self, sealed: Callable[[], Partial], local: Callable[[int, int], Partial], label: str) -> Partial:
+        """Return what `shared` does: each rank merges the results of a part of the heads, for all ranks.
+
+        local(first, count): the partial result of so many heads over what all hold. A result travels in the dtype of
+        the rows, with its lse, and its rank takes what the others get.
+        """
+        assert self._results is not None
+        self._start()
+        me, heads = self._transport.rank, self.rows.heads
+        received, returned = self.partials.receive(label), self._returns.receive(label)
+        self._put_parts(*sealed())
+        sent = self.partials.send(label)
+        self.made.put(-1, local(me * heads, heads))
+        wait_for(chain(received, sent))
+        self._results.put(me, merge_all(self.made.outs, self.made.lses))
+        wait_for(chain(returned, self._returns.send(label)))
+        outs, lses = self._results.outs, self._results.lses  # [P, B, H/P, T, D]: in memory of the exchange
+        return outs.transpose(0, 1).flatten(1, 2).contiguous(), lses.transpose(0, 1).flatten(1, 2).contiguous()
+
     def own(
         self, q: torch.Tensor, sealed: Callable[[int, torch.Tensor], Partial], local: Callable[[], Partial], label: str
     ) -> Partial:
         """Return out and lse of this rank's rows q [B, T, H, D]: sealed(r, q) is what it makes of those of rank r."""
+        assert self._out is not None
         self._start()
         me, world = self._transport.rank, self._transport.world_size
         asked = self._requests.receive(label)
@@ -208,9 +247,35 @@ class PartialExchange:
         self.made.put(-1, local())
         wait_for(asked)
         for rank in (r for r in range(world) if r != me):
-            self.out.put(rank, sealed(rank, self.q[rank]))
+            self._out.put(rank, sealed(rank, self.q[rank]))
         wait_for(chain(received, self.partials.send(label)))
         return merge_all(self.made.outs, self.made.lses)
+
+    def own_heads(
+        self, q: torch.Tensor, sealed: Callable[[torch.Tensor], Partial], local: Callable[[], Partial], label: str
+    ) -> Partial:
+        """Return out and lse of this rank's heads q [B, T, H/P, D]: sealed(q) is what it makes of all heads at once.
+
+        So keys and values are read once for all query heads of a kv head, whichever ranks those lie at.
+        """
+        self._start()
+        asked = self._requests.receive(label)
+        self.q[self._transport.rank].copy_(q)
+        asked += self._requests.send(label)
+        received = self.partials.receive(label)
+        self.made.put(-1, local())
+        wait_for(asked)
+        self._put_parts(*sealed(torch.cat(self.q, dim=2)))
+        wait_for(chain(received, self.partials.send(label)))
+        return merge_all(self.made.outs, self.made.lses)
+
+    def _put_parts(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Write a partial result of all heads, part by part, to where it is sent from, and this rank's to be merged."""
+        assert self._out is not None
+        heads = self.rows.heads
+        for rank in range(self._transport.world_size):
+            slots = self.made if rank == self._transport.rank else self._out
+            slots.put(rank, (out.narrow(1, rank * heads, heads), lse.narrow(1, rank * heads, heads)))
 
     def gathered(self, q: torch.Tensor, label: str) -> list[torch.Tensor]:
         """Return every rank's rows of q, by rank, each [B, T, H, D], in memory of the exchange."""
@@ -226,30 +291,31 @@ class PartialExchange:
         out [B, H, T, D] and lse [B, H, T] are of all heads.
         """
         self._start()
-        me, world, heads = self._transport.rank, self._transport.world_size, self.rows.heads
+        world = self._transport.world_size
         received = self.partials.receive(label)
-        for rank in range(world if self.home == "heads" else 0):
-            slots = self.made if rank == me else self.out
-            slots.put(rank, (out[:, rank * heads : (rank + 1) * heads], lse[:, rank * heads : (rank + 1) * heads]))
-        if self.home == "all":
-            self.made.put(me, (out, lse))
+        if self._out is None:
+            self.made.put(self._transport.rank, (out, lse))
+        else:
+            self._put_parts(out, lse)
         wait_for(chain(received, self.partials.send(label)))
         return merge_all(self.made.outs[:world], self.made.lses[:world])
 
 
-def exchange_of(transport: Transport, pool: Pool, home: str, rows: Rows, q_width: int) -> PartialExchange:
+def exchange_of(
+    transport: Transport, pool: Pool, name: str, rows: Rows, q_width: int, halves: bool = False
+) -> PartialExchange:
     """Return the exchange of calls of one size over this memory, bound once; all ranks ask for it together.
 
     Whether it is bound anew, as where the pool has grown, may differ by rank: nobody may agree on anything by that.
     """
-    key = home, rows, q_width
+    key = name, rows, q_width, halves
     found = pool.exchanges.get(key)
     if isinstance(found, PartialExchange) and found.usable:
         return found
     while key not in pool.exchanges and len(pool.exchanges) >= KEPT_EXCHANGES:
         pool.exchanges.pop(next(iter(pool.exchanges)))
     with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
-        made = pool.exchanges[key] = PartialExchange(transport, pool, home, rows, q_width)
+        made = pool.exchanges[key] = PartialExchange(transport, pool, name, rows, q_width, halves)
     return made
 
 

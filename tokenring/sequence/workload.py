@@ -35,6 +35,7 @@ class Workload:
     """q [batch, q_length, q_heads, head_dim] over all ranks; k likewise with kv_length and kv_heads.
 
     value_dim: the last axis of v and of the output, where it is not head_dim (multi-latent attention). None: head_dim.
+    latent_dim: elements of a token that travel in place of k and v, which each rank makes of them; None: k and v do.
     """
 
     batch: int
@@ -45,6 +46,7 @@ class Workload:
     head_dim: int
     dtype: torch.dtype = torch.float32
     value_dim: int = None  # type: ignore[assignment]  # None where it is made: whoever reads it finds a number
+    latent_dim: int | None = None
 
     def __post_init__(self) -> None:
         if self.value_dim is None:
@@ -52,6 +54,11 @@ class Workload:
         for name in ("batch", "q_length", "kv_length", "q_heads", "kv_heads", "head_dim", "value_dim"):
             if (as_integer(getattr(self, name)) or 0) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: every size must be a positive integer")
+        if self.latent_dim is not None and ((as_integer(self.latent_dim) or 0) < 1 or self.kv_heads != 1):
+            raise ConfigurationError(
+                f"latent_dim={self.latent_dim!r} with kv_heads={self.kv_heads!r}: latents have a size from 1 on, and "
+                f"are of all heads: kv_heads is 1 with them"
+            )
         if self.q_heads % self.kv_heads:
             raise ConfigurationError(
                 f"{self.q_heads} query heads are not a multiple of {self.kv_heads} kv heads: "
@@ -62,15 +69,19 @@ class Workload:
             raise UnsupportedError(f"attention in {self.dtype} is not supported; use one of {known}")
 
     def __repr__(self) -> str:
-        said = [each.name for each in fields(self) if each.name != "value_dim" or self.value_dim != self.head_dim]
+        said = [each.name for each in fields(self) if each.name not in self._unsaid]
         return f"Workload({', '.join(f'{name}={getattr(self, name)!r}' for name in said)})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sizes by name, the dtype as "bfloat16"; value_dim only where it is not head_dim."""
         found = asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
-        if self.value_dim == self.head_dim:
-            del found["value_dim"]
-        return found
+        return {name: value for name, value in found.items() if name not in self._unsaid}
+
+    @property
+    def _unsaid(self) -> set[str]:
+        """The fields that say nothing."""
+        unsaid = {"value_dim": self.value_dim == self.head_dim, "latent_dim": self.latent_dim is None}
+        return {name for name, says_nothing in unsaid.items() if says_nothing}
 
     @property
     def itemsize(self) -> int:
@@ -79,7 +90,12 @@ class Workload:
 
     @property
     def kv_dim(self) -> int:
-        """Elements of k and v together, of a token and kv head; as many are q and out of a query head."""
+        """Elements of k and v together, of a token and kv head, as they travel: of its latent, if there is one."""
+        return self.qo_dim if self.latent_dim is None else self.latent_dim
+
+    @property
+    def qo_dim(self) -> int:
+        """Elements of q and out together, of a token and query head; as many are k and v that nothing stands for."""
         return self.head_dim + self.value_dim
 
     def ring_bytes(self, ranks: int) -> int:
@@ -97,6 +113,11 @@ class Workload:
         return group * self.kv_heads // groups, -(-(group + 1) * self.kv_heads // groups)
 
     def _check_groups(self, groups: int) -> None:
+        if self.latent_dim is not None and groups > 1:
+            raise ConfigurationError(
+                f"latents are of all heads, which do not split into {groups} head groups: take a schedule that moves "
+                f"whole keys and values, such as 'ring', or 'auto'"
+            )
         uneven = groups % self.kv_heads if groups > self.kv_heads else self.kv_heads % groups
         if self.q_heads % groups or uneven:
             raise ConfigurationError(

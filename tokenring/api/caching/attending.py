@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from tokenring.api.attention import attend
 from tokenring.api.caching.checks import CallForm, agree_on_form, checked_call
+from tokenring.api.caching.choosing import exchange_name
 from tokenring.api.caching.filling import Runs, runs_of
 from tokenring.api.caching.memory import CacheMemory, Home
 from tokenring.api.caching.model_step import ModelStep
 from tokenring.api.caching.one_token import OneToken, one_token
+from tokenring.api.caching.own_heads import HeadPart
 from tokenring.api.caching.rows import merged, rows_over
 from tokenring.errors import UnsupportedError
+from tokenring.ir.cached_exchange import DIRECT_Q, ONE_SHOT, TWO_STEP
 from tokenring.runtime.agreement import refusing
 from tokenring.runtime.cached_kernel import Partial, cached_partial
-from tokenring.runtime.partials import Rows
+from tokenring.runtime.partials import Made, Rows
 from tokenring.sequence.layout import Layout, Positions
 from tokenring.sequence.mask import Causal, Mask, SlidingWindow
-
-Made = tuple[torch.Tensor, torch.Tensor | None]  # out [B, H, T, Dv], lse [B, H, T] where it is wanted
 
 
 def attended(
@@ -69,6 +71,9 @@ def _short(
         return None
     found = step.short
     if not isinstance(found, OneToken) or not found.serves(cache.filled[layer], scale):
+        form = cache.forms[layer]  # ranks that have not agreed on it may not choose an exchange for it
+        if form is None or not isinstance(q, torch.Tensor) or q.dim() != 4 or q.shape[2] != form[0]:
+            return None
         found = step.short = one_token(q, cache, layer, step, scale)
     if found is None or (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype) != found.key:
         return None
@@ -81,21 +86,35 @@ def _call(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, cache: CacheMemory, layer: int, step: ModelStep,
     form: CallForm, wants_lse: bool,
 ) -> Made:  # fmt: skip
-    scale = form.scale
+    call = SharedCall(q.transpose(1, 2), cache, layer, step, form, wants_lse)
     if k is None or v is None:
-        return _read(q, cache, layer, step, scale, wants_lse)
+        return _read(call)
     if step.layout is not None and cache.cp.world_size > 1:
-        return _attend_own(q, k, v, cache, layer, step, step.layout, scale)
-    return _attend_shared(q, k, v, cache, layer, step, scale, wants_lse)
+        return _attend_own(q, k, v, cache, layer, step, step.layout, form.scale)
+    return _attend_shared(call, k.transpose(1, 2), v.transpose(1, 2))
 
 
-def _attend_shared(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep, scale: float,
-    wants_lse: bool,
-) -> Made:  # fmt: skip
+class SharedCall(NamedTuple):
+    """A call for tokens that every rank has, with all query heads or a part of them at each: q [B, H, T, D]."""
+
+    q: torch.Tensor
+    cache: CacheMemory
+    layer: int
+    step: ModelStep
+    form: CallForm
+    wants_lse: bool
+
+    @property
+    def own(self) -> HeadPart:
+        """Return this rank's heads: all, or its part."""
+        rank = self.cache.cp.rank if self.step.home == "heads" else 0
+        return HeadPart(rank * self.q.shape[1], self.q.shape[1], self.form.heads)
+
+
+def _attend_shared(call: SharedCall, k: torch.Tensor, v: torch.Tensor) -> Made:
     """Attend from new tokens that every rank has: to what each has sealed, and what all have."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    filled, tokens, sight = cache.filled[layer], q.shape[2], cache.sight(layer)
+    cache, layer, tokens = call.cache, call.layer, call.q.shape[2]
+    filled, sight, scale = cache.filled[layer], cache.sight(layer), call.form.scale
     after, held = filled.after(tokens, cache.room), filled.open + tokens
     open_keys, open_values = cache.open_keys[layer], cache.open_values[layer]
     written = held <= cache.room.open
@@ -108,45 +127,58 @@ def _attend_shared(
         values = torch.cat([open_values[:, :, : filled.open], v], 2)
     new_runs = (Positions(filled.length, filled.length + tokens),)
 
-    def local() -> Partial:
+    def local(q: torch.Tensor, part: HeadPart) -> Partial:
+        seen = part.kv(keys), part.kv(values)
         if tokens == 1 and sight.hides_nothing:
-            return cached_partial(q, keys, values, None, scale)
-        return rows_over(q, new_runs, keys, values, (*filled.open_runs, *new_runs), sight, scale)
+            return cached_partial(q, *seen, None, scale)
+        return rows_over(q, new_runs, *seen, (*filled.open_runs, *new_runs), sight, scale)
 
-    found = _over_sealed(q, new_runs, cache, layer, step, scale, local, wants_lse)
+    found = _over_sealed(call, new_runs, local)
     cache.appended(layer, k, v, after, written)
     return found
 
 
-def _read(q: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep, scale: float, wants_lse: bool) -> Made:
+def _read(call: SharedCall) -> Made:
     """Attend from rows that every rank has to all that is cached, all of which they see but for padding."""
-    q, filled = q.transpose(1, 2), cache.filled[layer]
-    runs = (Positions(filled.length, filled.length + 1),) * q.shape[2]
+    cache, layer = call.cache, call.layer
+    filled = cache.filled[layer]
+    runs = (Positions(filled.length, filled.length + 1),) * call.q.shape[2]
     keys, values = (each[layer][:, :, : filled.open] for each in (cache.open_keys, cache.open_values))
 
-    def local() -> Partial:
-        return rows_over(q, runs, keys, values, filled.open_runs, cache.sight(layer), scale)
+    def local(q: torch.Tensor, part: HeadPart) -> Partial:
+        seen = part.kv(keys), part.kv(values)
+        return rows_over(q, runs, *seen, filled.open_runs, cache.sight(layer), call.form.scale)
 
-    return _over_sealed(q, runs, cache, layer, step, scale, local, wants_lse)
+    return _over_sealed(call, runs, local)
 
 
-def _over_sealed(
-    q: torch.Tensor, runs: Runs, cache: CacheMemory, layer: int, step: ModelStep, scale: float,
-    local: Callable[[], Partial], wants_lse: bool,
-) -> Made:  # fmt: skip
+def _over_sealed(call: SharedCall, runs: Runs, local: Callable[[torch.Tensor, HeadPart], Partial]) -> Made:
     """Return what `local` makes, merged with what the ranks make of their sealed tokens for rows that all have."""
-    counts = cache.filled[layer].counts
+    q, cache, layer, own, world = call.q, call.cache, call.layer, call.own, call.cache.cp.world_size
 
-    def sealed() -> Partial:
-        return _of_sealed(q, runs, cache, layer, scale)
+    def sealed(rows: torch.Tensor) -> Partial:
+        return _of_sealed(rows, runs, cache, layer, call.form.scale)
 
-    if not any(counts):
-        return local()
-    if cache.cp.world_size == 1:
-        return merged(sealed(), local())
-    rows = Rows(q.shape[0], q.shape[1], q.shape[2], cache.value_dim, cache.dtype)
-    found = cache.exchange("all", rows)
-    return found.shared(sealed, local, f"partial results of layer {layer} in step {step.number}", wants_lse)
+    if not any(cache.filled[layer].counts):
+        return local(q, own)
+    if world == 1:
+        return merged(sealed(q), local(q, own))
+    label = f"partial results of layer {layer} in step {call.step.number}"
+    name = exchange_name(cache, call.step.home, call.step.schedule, call.form.heads, q)
+    part = call.form.heads if name == ONE_SHOT else call.form.heads // world
+    found = cache.exchange(name, Rows(q.shape[0], part, q.shape[2], cache.value_dim, cache.dtype))
+    if name == DIRECT_Q:
+        return found.own_heads(
+            q.transpose(1, 2), lambda rows: sealed(rows.transpose(1, 2)), lambda: local(q, own), label
+        )
+    if name == TWO_STEP:
+
+        def of_heads(first: int, count: int) -> Partial:
+            mine = HeadPart(first, count, own.of)
+            return local(mine.cut(q), mine)
+
+        return found.in_two_steps(lambda: sealed(q), of_heads, label)
+    return found.shared(lambda: sealed(q), lambda: local(q, own), label, call.wants_lse)
 
 
 def _of_sealed(q: torch.Tensor, runs: Runs, cache: CacheMemory, layer: int, scale: float) -> Partial:
@@ -179,7 +211,7 @@ def _attend_own(
         def sealed(rank: int, theirs: torch.Tensor) -> Partial:
             return _of_sealed(theirs.transpose(1, 2), runs[rank], cache, layer, scale)
 
-        exchange = cache.exchange("tokens", rows)
+        exchange = cache.exchange(DIRECT_Q, rows)
         found = exchange.own(q, sealed, lambda: new, f"rows and results of layer {layer} in step {step.number}")
     cache.sharded(layer, k.transpose(1, 2), v.transpose(1, 2), layout)
     return found

@@ -40,12 +40,15 @@ def cached_attention(
 
     q: [B, T, Hq, D], k: [B, T, Hkv, D], v: [B, T, Hkv, Dv], the new tokens, after rotary embedding. q_home "all": every
     rank has all T of them, and gets all results, the same bits on every rank. "tokens": each rank has its part in cp's
-    layout (`shard`, `positions`), and gets its results. Inside of `cache.step` q_home is that of the step.
+    layout (`shard`, `positions`), and gets its results. "heads": every rank has all T tokens and all of k and v, and q
+    [B, T, Hq/P, D] of its part of the query heads, rank r the r-th; it gets their results, as tensor parallelism wants
+    them. Inside of `cache.step` q_home is that of the step.
     k and v None: nothing is appended, and each row of q sees all that is cached; with a window w the newest w - 1
     tokens, as the row stands where the next token will.
     scale: of q·k; default 1/√D.
 
-    Returns out [B, T, Hq, Dv] in q's dtype, and with return_lse also lse [B, Hq, T] (fp32, natural log). A row that
+    Returns out [B, T, Hq, Dv] in q's dtype, and with return_lse also lse [B, Hq, T] (fp32, natural log), of the heads
+    that q has. A row that
     sees nothing, as padding does, has out 0 and lse -inf.
 
     Raises ConfigurationError (sizes that do not fit the cache, no room in it), UnsupportedError (gradients) and

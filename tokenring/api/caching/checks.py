@@ -16,7 +16,7 @@ from tokenring.sequence.layout import as_integer
 
 
 class CallForm(NamedTuple):
-    """The query heads of a layer's calls, and their scale: the same in all calls of a layer in steps, on all ranks."""
+    """The query heads of a layer's calls, those of all ranks, and their scale: the same in all its calls in steps."""
 
     heads: int
     scale: float
@@ -47,7 +47,12 @@ def checked_call(
             f"a read in step {step.number}, whose rows are each rank's own: reading is for rows that every rank has"
             f"; give k and v, or read in a step of q_home='all'"
         )
-    return CallForm(q.shape[2], checked_scale(scale, q.shape[-1]))
+    return CallForm(q.shape[2] * parts_of_heads(step), checked_scale(scale, q.shape[-1]))
+
+
+def parts_of_heads(step: ModelStep) -> int:
+    """Return over how many ranks the query heads of a step are split."""
+    return step.cache.cp.world_size if step.home == "heads" else 1
 
 
 def agree_on_form(form: CallForm, cache: CacheMemory, layer: int, step: ModelStep, reads: int | None) -> None:
@@ -79,10 +84,12 @@ def _check_query(q: torch.Tensor, cache: CacheMemory, layer: int, step: ModelSte
         raise ConfigurationError(f"layer={layer!r}: the cache has layers 0 to {cache.layers - 1}")
     if step.layer is not None and step.layer != layer:
         raise ConfigurationError(f"layer {layer} in a step of layer {step.layer}")
-    if q.dim() != 4 or q.shape[0] != cache.batch or q.shape[3] != cache.head_dim or q.shape[2] % cache.kv_heads:
+    parts = parts_of_heads(step)
+    if q.dim() != 4 or q.shape[0] != cache.batch or q.shape[3] != cache.head_dim or q.shape[2] * parts % cache.kv_heads:
+        part = "" if parts == 1 else f"; each rank gives an equal part of them, Hq/{parts}"
         raise ConfigurationError(
             f"q is {list(q.shape)}: this cache takes [{cache.batch}, T, Hq, {cache.head_dim}] with Hq a multiple of "
-            f"{cache.kv_heads}"
+            f"{cache.kv_heads}{part}"
         )
     _check_kind("q", q, cache)
 

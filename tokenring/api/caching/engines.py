@@ -133,6 +133,7 @@ def _exchange(
 
     The context remembers on which, as what is bound to memory may differ by rank.
     """
+    from tokenring.ir.cached_exchange import DIRECT_Q, ONE_SHOT
     from tokenring.runtime.partials import exchange_of
 
     size = function, device.type, home, rows, q_width
@@ -147,7 +148,9 @@ def _exchange(
         cp.agreed_sizes[size] = None
     transport = cp.transport_for(device)
     assert transport is not None  # there are several ranks
-    return exchange_of(transport, cp.pool(device), home, rows, q_width)
+    if home == "all":
+        return exchange_of(transport, cp.pool(device), ONE_SHOT, rows, q_width)
+    return exchange_of(transport, cp.pool(device), DIRECT_Q, rows, q_width, halves=True)
 
 
 # ---------- checks

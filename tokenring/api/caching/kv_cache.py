@@ -16,6 +16,7 @@ from tokenring.sequence.layout import as_integer
 from tokenring.sequence.workload import DTYPES
 
 if TYPE_CHECKING:
+    from tokenring.api.caching.choosing import CachedSchedule
     from tokenring.api.caching.model_step import ModelStep
     from tokenring.api.context import ContextParallel
 
@@ -39,8 +40,8 @@ class KVCache(CacheMemory, Standing):
     """
 
     _internal: ClassVar[frozenset[str]] = frozenset((
-        "appended", "check_open", "current", "differing", "exchange", "filled", "forms", "history", "keys", "note",
-        "open_keys", "open_values", "opened", "room", "sealed", "sharded", "sight", "steps", "values",
+        "appended", "check_open", "choices", "current", "differing", "exchange", "filled", "forms", "history", "keys",
+        "note", "open_keys", "open_values", "opened", "room", "sealed", "sharded", "sight", "steps", "values",
     ))  # fmt: skip
 
     def __init__(
@@ -92,16 +93,19 @@ class KVCache(CacheMemory, Standing):
 
     # ---------- what it is told
 
-    def step(self, token_ids: torch.Tensor | int, q_home: Home = "all") -> ModelStep:
+    def step(self, token_ids: torch.Tensor | int, q_home: Home = "all", schedule: CachedSchedule = "auto") -> ModelStep:
         """Begin a forward pass of the model, to be used in a `with`: all ranks agree on it, once for all layers.
 
         token_ids: the new tokens, [B, T], whole on every rank; ranks whose tokens differ are refused before anything
         is cached. Or only their number T. q_home: "all" if every rank computes all of them; "tokens" if each computes
-        its part in cp's layout. Raises ConfigurationError, on all ranks, also where the cache has no room.
+        its part in cp's layout; "heads" if each computes all of them for its part of the query heads.
+        schedule: how partial results reach their ranks, with q_home "all" the "one-shot" or "two-step" exchange, else
+        "direct-q"; "auto": the faster one on this interconnect, as rank 0 works it out once for each size.
+        Raises ConfigurationError, on all ranks, also where the cache has no room.
         """
         from tokenring.api.caching.model_step import ModelStep
 
-        return ModelStep(self, token_ids, q_home)
+        return ModelStep(self, token_ids, q_home, schedule=schedule)
 
     def crop(self, keep: int) -> None:
         """Keep the first `keep` tokens, from 0 on. All ranks call it alike; no rank sends anything."""

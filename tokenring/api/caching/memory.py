@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenring.api.context import ContextParallel
     from tokenring.runtime.partials import PartialExchange, Rows
 
-Home = Literal["all", "tokens"]
+Home = Literal["all", "tokens", "heads"]
 NOTHING = "none"  # of the operations that ranks compare
 Starts = Sequence[int] | torch.Tensor | None  # the first token of each row of a batch that is padded on its left
 
@@ -47,6 +47,7 @@ class CacheMemory:
         self._sealed: list[tuple[int, torch.Tensor, torch.Tensor] | None] = [None] * layers  # as it was given out last
         self._empty = Filled.empty(room.ranks)
         self.filled = [self._empty] * layers
+        self.choices: dict[tuple[int, int, int], str] = {}  # of exchanges, by the size of rows: see `choosing`
         self._pad(starts)
 
     def _memory(self, tokens: int, width: int, *layers: int) -> torch.Tensor:
@@ -171,13 +172,13 @@ class CacheMemory:
         self.values[layer][:, :, at : at + v.shape[2]] = v
         self.filled[layer] = after
 
-    def exchange(self, home: Home, rows: Rows) -> PartialExchange:
-        """Return the exchange of calls with so many rows, bound to memory; all ranks ask for it together."""
+    def exchange(self, name: str, rows: Rows) -> PartialExchange:
+        """Return the exchange of this name for parts of so many rows, bound to memory; all ranks ask together."""
         from tokenring.runtime.partials import exchange_of
 
         transport = self.cp.transport_for(self.device)
         assert transport is not None  # there are several ranks
-        return exchange_of(transport, self.cp.pool(self.device), home, rows, self.head_dim)
+        return exchange_of(transport, self.cp.pool(self.device), name, rows, self.head_dim)
 
 
 def _list(given: object) -> list[object]:

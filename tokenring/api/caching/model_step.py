@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenring.api.caching.agreeing import agree_together
+from tokenring.api.caching.choosing import OF_HOME, check_schedule
 from tokenring.errors import ConfigurationError, PeerLost
 from tokenring.runtime.agreement import Description, Disagreement, named_digest, refusing
 from tokenring.sequence.layout import Layout, as_integer
@@ -16,6 +17,7 @@ from tokenring.sequence.mask import Causal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tokenring.api.caching.choosing import CachedSchedule
     from tokenring.api.caching.memory import CacheMemory, Home
 
 SHOWN_IDS = 8  # of the last token of each row, in an error
@@ -27,13 +29,16 @@ class ModelStep:
     layer: the only one that it is of; None: all. reads: it appends nothing. tokens: that are new, over all ranks, and
     local_tokens those of this rank. before: tokens that were cached when it began.
     call: of a step that is one call alone: it checks that call, and returns what ranks compare of it.
+    schedule: of its exchanges; see `choosing`.
     """
 
     def __init__(
         self, cache: CacheMemory, token_ids: torch.Tensor | int, home: Home, *, layer: int | None = None,
         reads: bool = False, call: Callable[[ModelStep], dict[str, object]] | None = None,
+        schedule: CachedSchedule = "auto",
     ) -> None:  # fmt: skip
         self.cache, self._given, self.home, self.layer, self.reads = cache, token_ids, home, layer, reads
+        self.schedule: str = schedule
         self._call, self._of_call = call, {}  # type: ignore[var-annotated]
         self.tokens = self.local_tokens = self.before = 0
         self.number = cache.steps + 1
@@ -99,10 +104,12 @@ class ModelStep:
                 f"step goes on from one length in all layers; call crop({self.before}) on all ranks first"
             )
         given = _number_of(self._given, cache.batch)
-        if self.home not in ("all", "tokens"):
+        if self.home not in OF_HOME:
             raise ConfigurationError(
-                f"q_home={self.home!r}: write 'all' if every rank has all new tokens, or 'tokens' if each has its part"
+                f"q_home={self.home!r}: write 'all' if every rank has all new tokens, 'heads' if it has its part of "
+                f"their query heads, or 'tokens' if it has its part of the tokens"
             )
+        check_schedule(self.schedule, self.home)
         alone = self.layer is not None and self.home == "tokens" and not self.reads
         self.tokens = 0 if self.reads else given * cache.cp.world_size if alone else given
         self.local_tokens = self.tokens
@@ -114,7 +121,7 @@ class ModelStep:
             )
         if self.home == "tokens":
             if self.reads:
-                raise ConfigurationError("reading only is for rows that every rank has: give q_home='all'")
+                raise ConfigurationError("reading only is for rows that every rank has: give q_home='all' or 'heads'")
             self._check_sharded()
 
     def _check_sharded(self) -> None:
@@ -139,6 +146,7 @@ class ModelStep:
             "new tokens": self.tokens,
             "layers of it": "all" if self.layer is None else self.layer,
             "q_home": self.home,
+            "schedule": self.schedule,
             "tokens cached": filled.length,
             "token ids": _shown(self._given),
             "sealed": filled.counts,

@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 
 from tokenring.api.caching.checks import CallForm
+from tokenring.api.caching.choosing import exchange_name
 from tokenring.api.caching.filling import Filled
 from tokenring.api.caching.memory import CacheMemory
 from tokenring.api.caching.model_step import ModelStep
+from tokenring.ir.cached_exchange import ONE_SHOT
 from tokenring.runtime.bound_kernel import checked_scale
 from tokenring.runtime.partials import PartialExchange, Rows, wait_for
 
@@ -83,7 +85,9 @@ def one_token(
     Nothing in it depends on what the tensors hold, so that all ranks go the same way.
     """
     filled, alone = cache.filled[layer], cache.cp.world_size == 1
-    if step.tokens != 1 or alone or filled.length != step.before or not cache.sight(layer).hides_nothing:
+    if step.tokens != 1 or step.home != "all":
+        return None
+    if alone or filled.length != step.before or not cache.sight(layer).hides_nothing:
         return None
     if cache.device.type != "cpu" or cache.dtype != torch.float32 or cache.head_dim != cache.value_dim:
         return None
@@ -94,5 +98,7 @@ def one_token(
     if not min(filled.counts) or filled.after(1, cache.room).deals or q.shape[3] != cache.head_dim:
         return None
     rows = Rows(q.shape[0], q.shape[2], 1, cache.value_dim, cache.dtype)
-    exchange = cache.exchange("all", rows)
+    if exchange_name(cache, step.home, step.schedule, q.shape[2], q.transpose(1, 2)) != ONE_SHOT:
+        return None
+    exchange = cache.exchange(ONE_SHOT, rows)
     return None if exchange.placed else OneToken(cache, filled, exchange, q, scale)

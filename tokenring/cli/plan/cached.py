@@ -60,14 +60,15 @@ def cached_call(options: argparse.Namespace, given: argparse.Namespace) -> Cache
 
 def cached_json(call: CachedCall) -> str:
     """Return the ways as JSON, the fastest first, with the bound and the crossovers."""
-    size, (moves, several) = call.workload, crossovers(call)
+    size, crossed = call.workload, crossovers(call)
     data = {
         "format": FORMAT, "version": VERSION, "interconnect": call.interconnect.name, "ranks": call.ranks,
         "batch": size.batch, "tokens": size.q_length, "cached": size.kv_length, "heads": size.q_heads,
         "kv_heads": size.kv_heads, "dim": size.head_dim, "value_dim": size.value_dim,
         "dtype": str(size.dtype).removeprefix("torch."),
         "ways": [asdict(way) for way in cached_ways(call)], "bound_seconds": least_cached_seconds(call),
-        "cache_moves_from_tokens": moves, "ranks_are_faster_from_cached": several,
+        "cache_moves_from_tokens": crossed.cache_moves, "ranks_are_faster_from_cached": crossed.several,
+        "two_step_from_tokens": crossed.two_step,
     }  # fmt: skip
     return json.dumps(data, indent=1) + "\n"
 
@@ -108,14 +109,19 @@ def _row(way: CachedWay) -> str:
 
 def _crossed(call: CachedCall) -> list[str]:
     cached, tokens = call.workload.kv_length, call.workload.q_length
-    moves, several = crossovers(call)
+    moves, several, two_step = crossovers(call)
     q = "q moves, whatever the number of new tokens" if moves is None else f"q moves below {_new(moves)}"
     if several is None:
         ranks = "one rank is faster, whatever is cached"
     else:
         ranks = f"{call.ranks} ranks are faster than one from {several:,} cached tokens on"
     more = "" if moves is None else ", the cache from there on"
-    return [f"over {cached:,} cached tokens {q}{more}", f"with {_new(tokens)} {ranks}"]
+    steps = "in one round, whatever their number" if two_step is None else f"in two rounds from {_new(two_step)} on"
+    return [
+        f"over {cached:,} cached tokens {q}{more}",
+        f"with {_new(tokens)} {ranks}",
+        f"of tokens that every rank has partial results are merged {steps}",
+    ]
 
 
 def _new(tokens: int) -> str:

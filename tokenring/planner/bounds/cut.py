@@ -23,10 +23,10 @@ def row_bytes(workload: Workload) -> tuple[float, float]:
     """Return the bytes of all rows of one query head, and of all columns of one KV head.
 
     Either pass moves two tensors of each: Q and O, K and V; or, where Q, K and V were kept, dO and dQ, dK and dV. One
-    of the two is as wide as keys, the other as wide as values.
+    of the two is as wide as keys, the other as wide as values. Latents stand in the place of K and V.
     """
-    row = workload.kv_dim * workload.itemsize  # both tensors' bytes of a token, head and batch entry
-    return row * workload.q_length, row * workload.kv_length
+    row, column = workload.qo_dim * workload.itemsize, workload.kv_dim * workload.itemsize  # of a head and batch entry
+    return row * workload.q_length, column * workload.kv_length
 
 
 def foreign_bytes(workload: Workload, share: float, parts: Sequence[float]) -> float:

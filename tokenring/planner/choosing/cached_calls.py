@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.sequence.workload import Workload
@@ -109,8 +110,18 @@ class CachedWay:
 
 def cached_ways(call: CachedCall) -> list[CachedWay]:
     """Return all ways, the fastest first."""
-    found = (make(call) for make in (_one_rank, _one_shot, _direct_q, _direct_kv, _ring))
+    found = (make(call) for make in (_one_rank, _one_shot, *_parted(call), _direct_q, _direct_kv, _ring))
     return sorted(found, key=lambda way: way.seconds)
+
+
+def reduction(call: CachedCall) -> str:
+    """Return the faster way to bring partial results of rows that every rank has to all ranks, in one round or two."""
+    return min((_one_shot(call), *(make(call) for make in _parted(call))), key=lambda way: way.seconds).name
+
+
+def _parted(call: CachedCall) -> tuple[Callable[[CachedCall], CachedWay], ...]:
+    """Return the ways that cut query heads over the ranks, where these divide."""
+    return () if call.workload.q_heads % call.ranks else (_two_step,)
 
 
 def _one_rank(call: CachedCall) -> CachedWay:
@@ -124,6 +135,16 @@ def _one_shot(call: CachedCall) -> CachedWay:
     exchange = call.round_seconds(call.result_bytes)
     sent = (call.ranks - 1) * call.result_bytes
     return CachedWay("one-shot", "partial results, to all", kernel, exchange, sent, 1, kernel + exchange)
+
+
+def _two_step(call: CachedCall) -> CachedWay:
+    """Every rank has q: partial results of a part of the heads go to one rank, and the result of it to all."""
+    kernel = call.kernel_seconds(call.workload.q_length, call.workload.kv_length / call.ranks)
+    exchange = 2 * call.round_seconds(call.result_bytes / call.ranks)
+    sent = 2 * (call.ranks - 1) / call.ranks * call.result_bytes
+    return CachedWay(
+        "two-step", "partial results by heads, then results", kernel, exchange, sent, 2, kernel + exchange
+    )  # fmt: skip
 
 
 def _direct_q(call: CachedCall) -> CachedWay:
@@ -180,11 +201,20 @@ def fewest(enough: Callable[[int], bool]) -> int | None:
     return high
 
 
-def crossovers(call: CachedCall) -> tuple[int | None, int | None]:
-    """Return where the cache moves rather than q, and where several ranks are faster than one. None: nowhere.
+class Crossovers(NamedTuple):
+    """Token counts from which another way is the faster one; None: nowhere.
 
-    The first is a number of new tokens, from which on it is so; the second one of cached tokens.
+    cache_moves: new tokens from which the cache moves rather than q. several: cached tokens from which several ranks
+    are faster than one. two_step: new tokens, which every rank has, from which results go in two rounds.
     """
+
+    cache_moves: int | None
+    several: int | None
+    two_step: int | None
+
+
+def crossovers(call: CachedCall) -> Crossovers:
+    """Return where ways cross."""
     cached, tokens = call.workload.kv_length, call.workload.q_length
 
     def cache_moves(count: int) -> bool:
@@ -193,6 +223,10 @@ def crossovers(call: CachedCall) -> tuple[int | None, int | None]:
 
     def several(count: int) -> bool:
         other = call.with_lengths(tokens, count)
-        return min(_one_shot(other).seconds, _direct_q(other).seconds) < _one_rank(other).seconds
+        ways = _one_shot, *_parted(other), _direct_q
+        return min(make(other).seconds for make in ways) < _one_rank(other).seconds
 
-    return fewest(cache_moves), fewest(several)
+    def in_two_steps(count: int) -> bool:
+        return reduction(call.with_lengths(count, cached)) == "two-step"
+
+    return Crossovers(fewest(cache_moves), fewest(several), fewest(in_two_steps))

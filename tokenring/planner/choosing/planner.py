@@ -196,6 +196,21 @@ class Planner:
             if told is not None and asked % SAY_AGAIN == 0 and self._progress.known:
                 LOG.warning("rank 0 plans: %s; the other ranks wait", self._progress)
 
+    def told(
+        self, transport: Transport, device: torch.device, dtype: torch.dtype,
+        choose: Callable[[Interconnect, Machine], str],
+    ) -> str:  # fmt: skip
+        """Return on every rank what rank 0 chooses by the interconnect and what ranks compute with, in one word."""
+        self._look_together(transport, device)
+        word = b""
+        if transport.rank == 0:
+            try:
+                word = choose(*self.look(device, dtype)).encode()
+            except BaseException as error:  # the others wait for the word
+                transport.fail(error)
+                raise
+        return transport.exchange_text(word, "the choice")[0].decode()
+
     def _look_together(self, transport: Transport, device: torch.device) -> None:
         """Probe, all ranks together, where rank 0 knows nothing of accelerators: what others know does not count."""
         if device.type == "cpu":

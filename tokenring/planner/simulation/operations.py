@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from tokenring.ir.schedule_data import Pass, ScheduleData
+from tokenring.lowering.footprint import expanding_flops
 from tokenring.lowering.program import (
     Attend,
     Collective,
@@ -127,6 +128,9 @@ class Costs:
             size = self.workload
             widths = size.head_dim, size.batch, self.direction, size.value_dim
             known = self.rates.kernel_seconds(patch, self.heads, *widths, self.schedule.operator)
+            if size.latent_dim is not None:
+                rate = self.rates.tflops(self.direction, min(patch.rows, patch.cols))
+                known += expanding_flops(size, self.direction, patch.cols) / (rate * 1e12)
             self._of_patch[patch] = known
         return known
 

@@ -58,9 +58,11 @@ def once(world_size: int, workload: Workload | None, local: int) -> Iterable[Num
 
 
 def split_heads(workload: Workload | None, groups: int) -> bool:
-    """Return whether heads divide into so many groups; unknown heads do."""
+    """Return whether heads divide into so many groups; unknown heads do, latents, which are of all heads, do not."""
     if workload is None:
         return True
+    if workload.latent_dim is not None:
+        return groups == 1
     q, kv = workload.q_heads, workload.kv_heads
     return q % groups == 0 and (groups % kv if groups > kv else kv % groups) == 0
 

@@ -253,6 +253,12 @@ def check_fit(
 def check_heads(name: str, groups: int, workload: Workload) -> None:
     """Raise ConfigurationError unless the heads divide into so many groups."""
     if not split_heads(workload, groups):
+        if workload.latent_dim is not None:
+            raise ConfigurationError(
+                f"schedule {name!r} splits heads into {groups} groups, and latents are of all heads: choose one that "
+                f"moves whole keys and values, such as 'ring' or 'direct-kv', or 'auto'; or expand them and call "
+                f"attention()"
+            )
         raise ConfigurationError(
             f"schedule {name!r}: {workload.q_heads} query heads over {workload.kv_heads} kv heads do not split into "
             f"{groups} equal head groups; choose one with other head groups, as sub-sharded/UxAxB, or with none"

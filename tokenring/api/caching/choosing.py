@@ -1,0 +1,75 @@
+"""The exchange that a call takes: by who has the new tokens, by what the step was told, or as rank 0 chooses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from tokenring.errors import ConfigurationError
+from tokenring.ir.cached_exchange import DIRECT_Q, ONE_SHOT, TWO_STEP
+
+if TYPE_CHECKING:
+    import torch
+
+    from tokenring.api.caching.memory import CacheMemory
+    from tokenring.planner.interconnects.interconnect import Interconnect
+    from tokenring.tables.rates import Machine
+
+CachedSchedule = Literal["auto", "one-shot", "two-step", "direct-q"]
+AUTO = "auto"
+OF_HOME = {"all": (AUTO, ONE_SHOT, TWO_STEP), "tokens": (AUTO, DIRECT_Q), "heads": (AUTO, DIRECT_Q)}
+KEPT_CHOICES = 64  # of a cache, on all ranks alike
+
+
+def check_schedule(schedule: str, home: str) -> None:
+    """Raise ConfigurationError unless the rows of this home have an exchange of this name."""
+    if schedule not in OF_HOME[home]:
+        known = ", ".join(repr(each) for each in OF_HOME[home])
+        raise ConfigurationError(f"schedule={schedule!r} of a step with q_home={home!r}: give one of {known}")
+
+
+def exchange_name(cache: CacheMemory, home: str, schedule: str, heads: int, q: torch.Tensor) -> str:
+    """Return the exchange for rows of so many query heads over all ranks, of which there are several.
+
+    home, schedule: of the step; q [B, H, T, D].
+
+    All ranks get here together, with rows of one size. Rank 0 chooses once for each size, and tells the others.
+    Raises ConfigurationError where it was asked for by name and the heads do not divide.
+    """
+    world = cache.cp.world_size
+    if home != "all":
+        return DIRECT_Q
+    if schedule == TWO_STEP and heads % world:
+        raise ConfigurationError(
+            f"schedule='two-step' cuts query heads over the ranks, and {heads} do not divide over {world}: give "
+            f"'one-shot' or 'auto'"
+        )
+    if schedule != AUTO:
+        return schedule
+    if world == 2 or heads % world:  # two ranks send as much in one round as in two
+        return ONE_SHOT
+    choices, key = cache.choices, (q.shape[0], heads, (q.shape[2] - 1).bit_length())
+    if key not in choices:
+        while len(choices) >= KEPT_CHOICES:
+            choices.pop(next(iter(choices)))
+        choices[key] = _told(cache, heads, 1 << key[2])
+    return choices[key]
+
+
+def _told(cache: CacheMemory, heads: int, tokens: int) -> str:
+    """Return what rank 0 takes, on all ranks."""
+    from tokenring.planner.choosing.cached_calls import CachedCall, reduction
+    from tokenring.planner.choosing.planner import Planner
+    from tokenring.sequence.workload import Workload
+
+    cp = cache.cp
+    transport = cp.transport_for(cache.device)
+    assert transport is not None  # there are several ranks
+    size = Workload(
+        cache.batch, tokens, cp.world_size, heads, cache.kv_heads, cache.head_dim, cache.dtype, cache.value_dim
+    )
+
+    def choose(net: Interconnect, machine: Machine) -> str:
+        return reduction(CachedCall(size, net, machine.over(transport.target)))
+
+    planner = Planner(cp.group, cp.world_size, cp.topology, (), None, cp.tensor_parallel)
+    return planner.told(transport, cache.device, cache.dtype, choose)
