@@ -145,8 +145,8 @@ class TestNamed:
          "'zigzag/2', or give a Layout"),
         ("zigzag", 0, 8, "layout 'zigzag': world_size is 0; give a positive integer"),
         ("zigzag", 2.0, 8, "layout 'zigzag': world_size is 2.0; give a positive integer"),
-        ("zigzag", 2, 8.0, "layout 'zigzag': length is 8.0; give an integer"),
-        ("zigzag", 2, "8", "layout 'zigzag': length is '8'; give an integer"),
+        ("zigzag", 2, 8.0, "layout 'zigzag': length is 8.0; give a positive integer"),
+        ("zigzag", 2, "8", "layout 'zigzag': length is '8'; give a positive integer"),
         ("zigzag", 2, -8, "layout 'zigzag': length is -8; give a positive integer"),
         (
             zigzag(2, 8), 4, 8,

@@ -182,7 +182,7 @@ def test_documents_that_are_read() -> None:
     ("text", "says"),
     [
         (edited(version=2), "tokenring-topology version '2': this tokenring reads version 1"),
-        (edited(format="x"), "no tokenring-topology document"),
+        (edited(format="x"), "not a tokenring-topology document"),
         (edited(facts=3), "facts is 3, expected list"),
         (edited(facts=[{}]), r"facts\[0\] lacks a part of a Facts"),
         (edited(facts=[{"coverage": "all"}]), r"facts\[0\].coverage is 'all', expected one of 'links'"),

@@ -223,7 +223,7 @@ class Fake(TorchMerger):
     ("made", "says"),
     [
         (Fake, None),
-        (lambda: Mutant(out_in_bf16), "no merge in fp32"),
+        (lambda: Mutant(out_in_bf16), "does not merge in fp32"),
         (lambda: SimpleNamespace(supports=lambda head_dim: f"not {head_dim}"), "not 64"),
         (lambda: 1 // 0, "by zero"),
     ],
