@@ -26,7 +26,7 @@ from tokenring.topology.report.text import sentence
 
 # Sizes in SVG units, which viewers show as pixels.
 WIDTH, MARGIN, PAD, LINE = 1120, 28, 14, 18
-CHARACTER, LEGEND_CHARACTER = 6.7, 7.0  # mean width of a character of 12 units, generous; of long texts in the widest font
+CHARACTER, LEGEND_CHARACTER = 6.7, 7.0  # width of a character of 12 units: the mean; in the widest font
 CHIP, CHIP_GAP, HEAD = 26, 8, 22
 BESIDE = 560  # wider circles have their boxes below, not beside
 MAX_NAME, MAX_INSIDE, MAX_HOST = 40, 8, 24
