@@ -124,7 +124,7 @@ def make_kernel(name: str, device: torch.device) -> AttentionKernel:
     home = HOMES.get(name, device.type)
     if home != device.type:
         raise BackendUnavailable(
-            f"kernel {name!r} computes on the {home.upper()}; the tensors are on {device}: use 'auto'"
+            f"kernel {name!r} takes {home.upper()} tensors; these are on {device}: use 'auto'"
         )
     return cast(AttentionKernel, kernel_class(name)())
 
@@ -191,4 +191,4 @@ def other_transports(device_type: str) -> dict[str, str]:
 
     taken, _ = transport_for(device_type)
     found = {name: why for name, why in unavailable().items() if name != taken}
-    return {name: why or f"can be asked for: ContextParallel(transport={name!r})" for name, why in found.items()}
+    return {name: why or f"available by name: ContextParallel(transport={name!r})" for name, why in found.items()}

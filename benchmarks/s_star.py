@@ -161,7 +161,7 @@ def _names(option: str, text: str, known: Iterable[str]) -> list[str]:
     """Read names separated by commas. Raises ConfigurationError for those that are unknown."""
     names, all_names = text.split(","), list(known)
     if unknown := [name for name in names if name not in all_names]:
-        raise ConfigurationError(f"{option} {text}: {unknown[0]!r} is none of {', '.join(all_names)}")
+        raise ConfigurationError(f"{option} {text}: {unknown[0]!r} is not one of {', '.join(all_names)}")
     return names
 
 

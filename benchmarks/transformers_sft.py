@@ -79,7 +79,7 @@ def train(model: str, size: int) -> None:
     made = torch.Generator().manual_seed(3)
     lengths = torch.randint(5, 60, (200,), generator=made).tolist()
     texts = [torch.randint(3, 96, (n,), generator=made).sort().values.tolist() for n in lengths]
-    router = 0.0 if model == "gpt_oss" else None  # the loss that balances experts is no sum over tokens
+    router = 0.0 if model == "gpt_oss" else None  # the loss that balances experts is not a sum over tokens
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(
             folder, max_steps=STEPS, learning_rate=1e-2, logging_steps=1, use_cpu=True, report_to=[], seed=3,

@@ -1,4 +1,4 @@
-"""tokenring: attention over many devices, with schedules that are data.
+"""tokenring: context parallelism for PyTorch, with attention schedules that are plain data.
 
 cp = tokenring.ContextParallel(layout="zigzag", schedule="auto")
 x = tokenring.shard(x, cp, dim=1)

@@ -165,7 +165,7 @@ def _devices_of(seat: Seat, here: Sequence[Device]) -> list[Device]:
 def _misfit(seat: Seat, found: Sequence[Device]) -> str:
     what = f"bus id {seat.bus_id}" if seat.bus_id is not None else f"physical id {seat.phy_id}"
     if found:
-        return f"{what} is that of {' and '.join(each.id for each in found)}: which one cannot be told"
+        return f"{what} is that of {' and '.join(each.id for each in found)}: which one is unknown"
     return f"no source names a device with {what}"
 
 

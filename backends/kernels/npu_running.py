@@ -62,7 +62,7 @@ def _fault(update: Operator, device: torch.device) -> str | None:
     try:
         with torch.no_grad():
             error = _error(update, device)
-        reason = None if error <= LIMIT else f"its results have an error of {error:.1e}: it is no merge in fp32"
+        reason = None if error <= LIMIT else f"its results have an error of {error:.1e}: it does not merge in fp32"
     except RuntimeError as failed:
         reason = one_line(failed)
     if reason is not None:

@@ -130,7 +130,7 @@ class TorchCudnn(TileKernel):
     def unsafe(self, patch: Patch) -> str | None:
         """Say why a tile may do harm: older cuDNN reads beyond irregular tiles. None: it is safe."""
         if _irregular(self._shapes(patch)) and (cudnn_version() or REGULAR_ONLY + 1) <= REGULAR_ONLY:
-            return f"cuDNN up to {REGULAR_ONLY} reads beyond tiles whose sides are no multiples of {REGULAR}"
+            return f"cuDNN up to {REGULAR_ONLY} reads beyond tiles whose sides are not multiples of {REGULAR}"
         return None
 
     def avoids(self, patch: Patch) -> str | None:

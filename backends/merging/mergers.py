@@ -120,7 +120,7 @@ def trial(merger: Merger, device: torch.device, head_dim: int) -> str | None:
             for name, found, right in zip(("out", "lse"), made, wanted, strict=True):
                 error = _error(found, right)
                 if not error <= LIMIT:  # NaN too
-                    return f"tried on {device.type}, its {name} has an error of {error:.1e}: it is no merge in fp32"
+                    return f"tried on {device.type}, its {name} has an error of {error:.1e}: it does not merge in fp32"
     return None
 
 

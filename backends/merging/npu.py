@@ -83,5 +83,5 @@ def make() -> UpdateMerger:
         raise BackendUnavailable(f"torch.ops.npu has no {OPERATOR}: this torch_npu lacks it, or is not imported")
     taken = [each.name for each in packet.default._schema.arguments]
     if taken != TAKES:
-        raise BackendUnavailable(f"{OPERATOR} takes ({', '.join(TAKES)}) as far as we know, here ({', '.join(taken)})")
+        raise BackendUnavailable(f"{OPERATOR} takes ({', '.join(TAKES)}) as documented, here ({', '.join(taken)})")
     return UpdateMerger(packet.default)

@@ -42,7 +42,7 @@ DEVICES: WeakKeyDictionary[Control, list[Any]] = WeakKeyDictionary()
 def check_gloo() -> None:
     """Raise BackendUnavailable where torch has no Gloo."""
     if not dist.is_gloo_available():
-        raise BackendUnavailable("transport 'gloo' was asked for, but this torch was built without Gloo")
+        raise BackendUnavailable("transport 'gloo' was requested, but this torch was built without Gloo")
 
 
 def connect(control: Control, group: Held, channel: str) -> Any:

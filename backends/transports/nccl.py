@@ -96,7 +96,7 @@ class NcclTransport(Watched, Accelerated):
     def _check_available(self) -> None:
         """Raise BackendUnavailable where torch has no NCCL, or no device for it."""
         if reason := unavailable():
-            raise BackendUnavailable(f"transport {self.name!r} was asked for, but {reason}")
+            raise BackendUnavailable(f"transport {self.name!r} was requested, but {reason}")
 
     def _make(self, group: Held, channel: str) -> Any:
         """Make an NCCL group of the members of `group` alone; not by dist.new_group, as `gloo.connect` says."""

@@ -218,7 +218,7 @@ def second_order(here: Here, case: Case, kernel: str) -> str:
 def test_second_derivatives_are_refused(kernel: str, ranks: RankPools) -> None:
     """Not silently wrong."""
     for said in ranks(3)(second_order, small(), kernel):
-        assert "a second derivative of tokenring.attention was asked for" in said
+        assert "a second derivative of tokenring.attention was requested" in said
 
 
 # ---------- reruns

@@ -61,15 +61,15 @@ def refused_at(here: Here, time: int) -> tuple[str, str]:
 
 def test_a_first_call_is_refused_together(ranks: RankPools) -> None:
     for said, after in ranks(2)(refused_at, 0):
-        assert "ConfigurationError: combine wants" in said or "rank 1 refused: combine wants" in said
+        assert "ConfigurationError: combine expects" in said or "rank 1 refused: combine expects" in said
         assert after == ""
 
 
 def test_a_later_refusal_is_heard_at_once(ranks: RankPools) -> None:
     with ranks.expendable(2) as pool:
         (first, _), (second, _) = pool(refused_at, 1)
-    assert first.startswith("PeerLost") and "combine wants" in first and "no answer" not in first
-    assert second.startswith("ConfigurationError: combine wants")
+    assert first.startswith("PeerLost") and "combine expects" in first and "no answer" not in first
+    assert second.startswith("ConfigurationError: combine expects")
 
 
 def one_gathers(here: Here) -> str:
@@ -93,7 +93,7 @@ def gathered(here: Here) -> str:
 
 def test_queries_are_refused_together(ranks: RankPools) -> None:
     first, second = ranks(2)(gathered)
-    assert "gather_queries wants" in first and "rank 0 refused: gather_queries wants" in second
+    assert "gather_queries expects" in first and "rank 0 refused: gather_queries expects" in second
 
 
 def test_lengths_of_ranks_that_there_are() -> None:
@@ -355,7 +355,7 @@ def test_a_read_stands_where_the_next_token_will() -> None:
 
 
 WRONG: dict[str, tuple[str, Callable[[tr.KVCache], object]]] = {
-    "rows": ("wants a tensor of row numbers", lambda c: c.reorder([0])),  # type: ignore[arg-type]
+    "rows": ("expects a tensor of row numbers", lambda c: c.reorder([0])),  # type: ignore[arg-type]
     "starts": ("give the first token of each row", lambda c: c.reset(3)),  # type: ignore[arg-type]
     "layer": ("layer='0': the cache has layers", lambda c: call(c, "0")),  # type: ignore[arg-type]
     "device": ("device='gpu'; give one", lambda c: tr.KVCache(c.cp, **SIZES, device="gpu")),

@@ -52,7 +52,7 @@ class Call:
             return attention(q, k, v, cp, self.mask, self.scale)
 
 
-NO_NPU = "kernel 'npu-fusion' computes on the NPU; the tensors are on cpu: use 'auto'"
+NO_NPU = "kernel 'npu-fusion' takes NPU tensors; these are on cpu: use 'auto'"
 LONG = Documents(range(0, 65, 2))  # prints longer than one exchange takes
 # What differs at the odd rank → the field that the error names, what the others have, what the odd one has.
 DIFFERENCES = {

@@ -104,7 +104,7 @@ CALLS: dict[str, Refusal] = {
     "a v without elements": (
         lambda: call(Q, KV, tensor(2, 8, 2, 0)),
         ConfigurationError,
-        "value_dim=0: every size must be an integer from 1 on",
+        "value_dim=0: every size must be a positive integer",
     ),
     "a narrower v of other heads": (
         lambda: call(Q, KV, tensor(2, 8, 1, 8)),
@@ -129,7 +129,7 @@ CALLS: dict[str, Refusal] = {
     "three dimensions": (
         lambda: call(tensor(8, 4, 16), tensor(8, 2, 16)),
         ConfigurationError,
-        "attention wants q, k and v as [B, T, H, D]; got q [8, 4, 16], k [8, 2, 16], v [8, 2, 16]",
+        "attention expects q, k and v as [B, T, H, D]; got q [8, 4, 16], k [8, 2, 16], v [8, 2, 16]",
     ),
     "uneven heads": (
         lambda: call(tensor(2, 8, 5, 16), KV),
@@ -146,7 +146,7 @@ CALLS: dict[str, Refusal] = {
     "no heads": (
         lambda: call(tensor(2, 8, 0, 16), tensor(2, 8, 0, 16)),
         ConfigurationError,
-        "every size must be an integer from 1 on",
+        "every size must be a positive integer",
     ),
     "a tensor as mask": (
         lambda: call(mask=torch.ones(8, 8, dtype=torch.bool)),
@@ -156,8 +156,7 @@ CALLS: dict[str, Refusal] = {
     "a mask without its brackets": (
         lambda: call(mask=tr.SlidingWindow),
         ConfigurationError,
-        "mask is of type function; use Full(), Causal(), SlidingWindow or Documents; this one wants its sizes: "
-        "SlidingWindow(left, right)",
+        "mask=SlidingWindow has no sizes: write SlidingWindow(left, right); docs/masks.md has all masks",
     ),
     "documents beyond the sequence": (
         lambda: call(mask=tr.Documents([0, 5, 9])),
@@ -312,6 +311,7 @@ def about_groups(here: Here) -> dict[str, str]:
         "transport": said(lambda: ContextParallel(mesh["cp"], transport=here.base.transport or "")),
         "schedule": said(lambda: ContextParallel(mesh["cp"], schedule=tr.schedule("ring", 4))),
         "member": said(lambda: ContextParallel(pair)),
+        "number": said(lambda: ContextParallel(3)),  # type: ignore[arg-type]
         "mesh of others": said(lambda: ContextParallel(DeviceMesh("cpu", [0, 1]))),
         "layout": said(lambda: tr.attention(Q, KV, KV, here.cp(layout=tr.schedule("ring", 2).q_layout))),
     }
@@ -322,13 +322,14 @@ def test_groups(ranks: RankPools) -> None:
         not_one = "ConfigurationError: this rank is not a member of the group; only members make a context of it"
         member = "nothing" if rank < 2 else not_one
         assert found == {
-            "mesh": "ConfigurationError: a DeviceMesh of 2 dimensions was given; "
-            "name one of them, as mesh['cp']",
+            "mesh": "ConfigurationError: a DeviceMesh of 2 dimensions was given; name one of them, as mesh['cp']",
             "slice": "nothing",
             "transport": f"ConfigurationError: in the transport this is rank {rank} of 4, in the group "
             f"rank {rank % 2} of 2: give a transport of the same group",
             "schedule": "ConfigurationError: the schedule is for 4 ranks, the group has 2",
             "member": member,
+            "number": "ConfigurationError: group is of type int; give a ProcessGroup, a one-dimensional DeviceMesh "
+            "or None",
             "mesh of others": member,
             "layout": "ConfigurationError: layout 'zigzag' is for 2 ranks and 256 positions; "
             "the group has 4 ranks and the tensors 32 positions",

@@ -100,4 +100,4 @@ def test_a_later_call_imports_nothing(found: dict[str, Any]) -> None:
 
 
 def test_its_plan_is_there_when_asked_for(found: dict[str, Any]) -> None:
-    assert found["plan"] == "ring: asked for by name: ring"
+    assert found["plan"] == "ring: requested by name: ring"

@@ -81,7 +81,7 @@ CONTEXTS: list[tuple[dict[str, Any], str]] = [
     *(
         (
             {"pieces": given, "schedule": "direct-q"},
-            f"pieces={given!r}: give an integer from 1 on, or None for the default",
+            f"pieces={given!r}: give a positive integer, or None for the default",
         )
         for given in (0, -1, 1.5, True, "2")
     ),
@@ -147,10 +147,10 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: tr.attention(X, X, X, ALONE, 3),  # type: ignore[call-overload]
         "mask is of type int; use Full(), Causal(), SlidingWindow or Documents; docs/masks.md has all masks",
     ),
-    "shard: no tensor": (lambda: tr.shard([1], ALONE), "shard wants a tensor; got one of type list"),  # type: ignore[arg-type]
+    "shard: no tensor": (lambda: tr.shard([1], ALONE), "shard expects a tensor; got one of type list"),  # type: ignore[arg-type]
     "shard: no context": (
         lambda: tr.shard(X, "zigzag"),  # type: ignore[arg-type]
-        "shard wants a ContextParallel as cp; got one of type str",
+        "shard expects a ContextParallel as cp; got one of type str",
     ),
     "shard: no such dim": (
         lambda: tr.shard(X, ALONE, 4),
@@ -164,10 +164,10 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: tr.shard(torch.tensor(1.0), ALONE, 0),
         "shard along dim=0 of a tensor []: give the index of its sequence dimension",
     ),
-    "unshard: no tensor": (lambda: tr.unshard(3, ALONE), "unshard wants a tensor; got one of type int"),  # type: ignore[arg-type]
+    "unshard: no tensor": (lambda: tr.unshard(3, ALONE), "unshard expects a tensor; got one of type int"),  # type: ignore[arg-type]
     "unshard: no context": (
         lambda: tr.unshard(X, None),  # type: ignore[arg-type]
-        "unshard wants a ContextParallel as cp; got one of type NoneType",
+        "unshard expects a ContextParallel as cp; got one of type NoneType",
     ),
     "unshard: no such dim": (
         lambda: tr.unshard(X, ALONE, -5),
@@ -175,15 +175,15 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "positions: no context": (
         lambda: tr.positions(8, 8),  # type: ignore[arg-type]
-        "positions wants a ContextParallel as cp; got one of type int",
+        "positions expects a ContextParallel as cp; got one of type int",
     ),
     "positions: half a length": (
         lambda: tr.positions(ALONE, 8.5),  # type: ignore[arg-type]
-        "layout 'zigzag': length is 8.5; give an integer from 1 on",
+        "layout 'zigzag': length is 8.5; give a positive integer",
     ),
     "positions: no length": (
         lambda: tr.positions(ALONE, 0),
-        "layout 'zigzag': length is 0; give an integer from 1 on",
+        "layout 'zigzag': length is 0; give a positive integer",
     ),
 }
 
@@ -298,13 +298,13 @@ def test_no_transport_for_several_ranks(ranks: RankPools) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"ranks": "4"}, "ranks='4': give an integer from 1 on"),
-        ({"ranks": 0}, "ranks=0: give an integer from 1 on"),
+        ({"ranks": "4"}, "ranks='4': give a positive integer"),
+        ({"ranks": 0}, "ranks=0: give a positive integer"),
         ({"layout": 3}, "layout is of type int"),
         ({"layout": "zigzag/²"}, "unknown layout 'zigzag/²'"),
         ({"mask": 3}, "mask is of type int; use Full()"),
-        ({"pieces": "x"}, "pieces='x': give an integer from 1 on"),
-        ({"length": "x"}, "length='x': give an integer from 1 on"),
+        ({"pieces": "x"}, "pieces='x': give a positive integer"),
+        ({"length": "x"}, "length='x': give a positive integer"),
         ({"direction": 2}, "direction 2: use 1"),
     ],
 )

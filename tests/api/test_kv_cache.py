@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[str, Callable[[tr.KVCache], object]]] = {
     "crop below 0": (r"drop\(n\) drops the newest n", lambda c: c.crop(-1)),
     "drop": ("how many of the newest tokens to drop", lambda c: c.drop(-1)),
     "rows": ("row numbers from 0 to 0", lambda c: c.reorder(torch.tensor([1]))),
-    "shape of rows": ("wants 1 row numbers", lambda c: c.reorder(torch.tensor([0, 0]))),
+    "shape of rows": ("expects 1 row numbers", lambda c: c.reorder(torch.tensor([0, 0]))),
     "starts": ("give the first token of each", lambda c: c.reset([0, 0])),
 }  # fmt: skip
 

@@ -292,8 +292,8 @@ PLANNED: dict[str, dict[str, Any]] = {
     "operator 'foo'": {"operator": "foo"},
     "did you mean column?": {"operator": "colum"},
     "use one of column, row, reduce, gather": {"operator": "attention"},
-    "tokens=0: give an integer": {"tokens": 0},
-    "width=2.0: give an integer": {"width": 2.0},
+    "tokens=0: give a positive integer": {"tokens": 0},
+    "width=2.0: give a positive integer": {"width": 2.0},
     "they are the ranks, 1": {"operator": "reduce"},
     "torch.float64 is not supported": {"dtype": torch.float64},
 }

@@ -122,7 +122,7 @@ def test_others_are_refused(said: Any) -> None:
 
 def test_what_is_no_such_tensor_is_still_said() -> None:
     x = torch.zeros(2, 16, 8)
-    for given, says in ((x, "attention wants q, k and v as [B, T, H, D]"), ([1], "one is of type list")):
+    for given, says in ((x, "attention expects q, k and v as [B, T, H, D]"), ([1], "one is of type list")):
         with pytest.raises(ConfigurationError, match=says.replace("[", r"\[")):
             attention(given, given, given, ALONE, order="bhtd")  # type: ignore[call-overload]
 

@@ -106,7 +106,7 @@ REFUSALS: dict[str, Refusal] = {
         lambda cp: tr.unshard([1], cp),  # type: ignore[arg-type]
         lambda cp: tr.unshard(KV, cp),
         ConfigurationError,
-        "unshard wants a tensor; got one of type list",
+        "unshard expects a tensor; got one of type list",
     ),
     "in Megatron": (
         lambda cp: in_megatron(cp, Q[:, :0]),
@@ -124,7 +124,7 @@ REFUSALS: dict[str, Refusal] = {
         lambda cp: compiled(cp, Q[0], KV[0], KV[0]),
         lambda cp: compiled(cp, Q, KV, KV),
         ConfigurationError,
-        "attention wants q, k and v as [B, T, H, D]",
+        "attention expects q, k and v as [B, T, H, D]",
     ),
     "compiled, sinks": (
         lambda cp: compiled(cp, sinks=torch.zeros(3)),

@@ -208,9 +208,9 @@ def refused(here: Here, what: str) -> str:
     return "nothing"
 
 
-EMPTY = "layout 'zigzag': length is 0; give an integer from 1 on"
-AS_SHARD = "unshard wants parts as shard makes them: of"
-PARTS = "unshard wants parts of one shape, dtype and dim from every rank; found"
+EMPTY = "layout 'zigzag': length is 0; give a positive integer"
+AS_SHARD = "unshard expects parts as shard makes them: of"
+PARTS = "unshard expects parts of one shape, dtype and dim from every rank; found"
 
 
 @pytest.mark.parametrize(

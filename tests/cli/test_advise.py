@@ -17,8 +17,8 @@ from mcore.versions import PINNED, folder, need
 from patience import patient
 
 from tokenring.cli.advise.engines import ENGINES, Job, splits
-from tokenring.cli.advise.models import KNOWN, facts_of, read_model
 from tokenring.cli.main import main
+from tokenring.cli.models import KNOWN, facts_of, read_model
 from tokenring.errors import ConfigurationError
 
 FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"

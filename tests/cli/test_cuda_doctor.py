@@ -38,13 +38,13 @@ def test_kernels_with_reasons(hopper: Choosing) -> None:
     }
     said = {each["name"]: each["why"] for each in others}
     assert said["torch-cudnn"] == (
-        "number 1 of the default order for compute capability 9.0, not measured; can be asked for: "
+        "number 1 of the default order for compute capability 9.0, not measured; available by name: "
         "ContextParallel(kernel='torch-cudnn')"
     )
-    assert "can be asked for" in said["flash-attn"] and "can be asked for" in said["torch-efficient"]
+    assert "available by name" in said["flash-attn"] and "available by name" in said["torch-efficient"]
     assert "cannot be imported (flash_attn_interface: No module named" in said["flash-attn-3"]
     assert "pip install flash-attn-4" in said["flash-attn-4"]
-    assert "computes on the CPU" in said["cpu-flash"]
+    assert "for CPU tensors" in said["cpu-flash"]
     assert said.keys() | {"torch-flash"} == backend_names.KERNELS.keys()
 
 

@@ -36,6 +36,8 @@ def test_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     out = StringIO()
     assert main(["doctor"], out, StringIO(), StringIO()) == 0
     assert WANTED in out.getvalue()
+    assert "  other      npu-fusion: for NPU tensors\n" in out.getvalue()
+    assert "flash-attn-3, flash-attn-4, flex: for CUDA tensors\n" in out.getvalue()  # one line for all of them
 
 
 @pytest.mark.skipif(not is_bare(), reason="there are accelerators here, or packages for them")

@@ -60,6 +60,11 @@ PLAN = ("plan", "--topology", "preset:a10-pix-4", "--seq", "4k")
         (("rates", "--device", "cpy"), "cpu"),
         (("topology", "--measure", "--ranks", "2", "--transport", "smh"), "shm"),
         (("demo", "--schedule", "rng"), "ring"),
+        (("plan", "--topology", "preset:hgx-h100", "--model", "llama-3.1-70"), "llama-3.1-70b"),
+        ((*PLAN, "--modle", "x"), "--model"),
+        (("doctor", "--hlep"), "--help"),
+        (("bench", "ring"), "--schedules ring"),
+        ((*PLAN, "ring,usp"), "--schedules ring,usp"),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, tuple) else each,
 )
@@ -110,6 +115,8 @@ def test_what_is_like_nothing_gets_no_hint() -> None:
     assert nearest("ring", ["ring", "rings"]) is None  # it is not the name that is wrong
     assert hint("RINGS", ["ring", "usp"], "auto:") == "; did you mean auto:ring?"
     assert "did you mean" not in said("schedule", "zzz", "--ranks", "2")
+    assert "did you mean" not in said("doctor", "--model", "x")  # as near to --help as its dashes
+    assert "did you mean" not in said("doctor", "ring")
 
 
 def test_a_length_that_does_not_divide_needs_no_padding() -> None:

@@ -46,7 +46,7 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(spelling, "MOST_OF_A_MASK", 5)
     (tmp_path / "long").write_text(TEXT, encoding="utf-8")
     code, _, said = run(*BUILD, f"@{tmp_path / 'long'}")
-    assert code == 2 and "is no mask: it has more than 5 characters" in said
+    assert code == 2 and "is not a mask: it has more than 5 characters" in said
 
 
 @pytest.mark.parametrize(

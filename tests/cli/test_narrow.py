@@ -106,6 +106,12 @@ step | rank 1
    1 |        q1×0"""
 
 
+def test_a_trace_is_cut_between_the_mean_and_the_slowest_rank() -> None:
+    heads = [line for line in wrap_lines(trace_table(TRACED, Ink(False)), WIDTH).splitlines() if line[:4] == "step"]
+    parts = "compute  moves  waits merges  other  total"
+    assert [line.split(maxsplit=1)[1].strip() for line in heads] == [parts, f"rank {parts}", "mean     most"] * 2
+
+
 def test_a_grid_is_cut_between_ranks() -> None:
     assert wrap_lines(GRID, 20) == RANK_BY_RANK
     assert wrap_lines(GRID, 40) == GRID

@@ -62,7 +62,7 @@ def test_a_suffix_that_is_not_written(
     path = tmp_path / "x.png"
     long = "--output" if option == "-o" else option
     code, said = run(*words, option, str(path))
-    wanted = f"tokenring: {long} {str(path)!r}: no '.png' is written; end the name in {' or '.join(known)}\n"
+    wanted = f"tokenring: {long} {str(path)!r}: '.png' files are not supported; end the name in {' or '.join(known)}\n"
     assert (code, said) == (2, wanted)
     assert not path.exists()
 

@@ -88,7 +88,7 @@ def test_printed_from_python() -> None:
     alone = tr.plan(X, X, X, tr.ContextParallel())
     assert (str(alone), repr(alone)) == ("ring: nothing has to move", "Plan(ring of 1 candidates, for 1 ranks)")
     named = tr.plan(X, X, X, tr.ContextParallel(schedule="direct-kv"))
-    assert str(named) == "direct-kv: asked for by name: direct-kv"
+    assert str(named) == "direct-kv: requested by name: direct-kv"
 
 
 def test_every_name_can_be_explained() -> None:

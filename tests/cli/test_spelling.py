@@ -128,9 +128,9 @@ WRONG = [
     (("plan", *SMALL, "--dim", "-1"), "--dim -1: use 1 or more"),
     (("bench", "--ranks", "2", "--heads", "0"), "--heads 0: use 1 or more"),
     (("bench", "--ranks", "2", "--seq-len", "0"),
-     "argument --seq-len: '0' is no number of tokens from 1 on, as 4096, 4k or 1M"),
+     "argument --seq-len: '0' is not a number of tokens, as 4096, 4k or 1M"),
     (("trace", "ring", "--ranks", "2", "--kv-heads", "0"), "--kv-heads 0: use 1 or more"),
-    (("trace", "ring", "--ranks", "2", "--seq", "4x"), "argument --seq: '4x' is no number of tokens from 1 on"),
+    (("trace", "ring", "--ranks", "2", "--seq", "4x"), "argument --seq: '4x' is not a number of tokens"),
     (("schedule", "ring", "--ranks", "2", "--batch", "0"), "--batch 0: use 1 or more"),
     (("plan", "--topology", "preset:hgx-h100", "--cached", "4x"), "--cached 4x: write a number from 1 to "),
     (("plan", "--topology", "preset:hgx-h100", "--cached", "4k", "--tokens", "0"), "--tokens 0: write a number"),
@@ -139,7 +139,7 @@ WRONG = [
     (("plan", *SMALL, "--tokens", "1k"), "--tokens 1k are new tokens over a cache: say how many are cached with "),
     (("advise", "--engine", "megatron", "--model", "qwen3-8b", "--topology", "preset:hgx-h100", "--seq", "4x"),
      "--seq 4x: write a number from 1 to "),
-    (("demo", "--seq", "some"), "argument --seq: 'some' is no number of tokens"),
+    (("demo", "--seq", "some"), "argument --seq: 'some' is not a number of tokens"),
 ]  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def test_errors_name_options(words: tuple[str, ...], says: str) -> None:
 
 
 def test_errors_of_calls_name_the_size() -> None:
-    with pytest.raises(ConfigurationError, match=r"^q_heads=0: every size must be an integer from 1 on$"):
+    with pytest.raises(ConfigurationError, match=r"^q_heads=0: every size must be a positive integer$"):
         tr.Workload(1, 64, 64, 0, 2, 16, torch.float32)
 
 
@@ -195,6 +195,17 @@ def test_a_plan_over_a_cache_has_json() -> None:
     assert len(seconds) == 6 and seconds == sorted(seconds) and table.count(" tokens over 4,096 cached") == 1
     assert table.index(made["ways"][0]["name"]) < table.index(made["ways"][1]["name"])
     assert "batch 1, 1 new token over 4,096 cached" in printed(*CACHED)
+
+
+def test_a_model_gives_sizes_that_options_overrule() -> None:
+    words = ("--topology", "preset:a10-pix-4", "--seq", "8k", "--schedules", "ring", "--pass", "forward")
+    model = printed(*words, "--model", "deepseek-v3").splitlines()[0]
+    assert ", 128:128 heads × 192/128, bfloat16, causal, " in model
+    assert printed(*words, "--model", "llama-3.1-70b").splitlines()[0].count(", 64:8 heads × 128, bfloat16, causal, ")
+    assert ", 16:8 heads × 128, " in printed(*words, "--model", "llama-3.1-70b", "--heads", "16").splitlines()[0]
+    assert ", 24:24 heads × 128, bfloat16, full, " in printed(*words, "--model", "flux.1-dev").splitlines()[0]
+    cached = printed(*words[:2], "--model", "llama-3.1-70b", "--cached", "4k")
+    assert ", 64:8 heads × 128, " in cached.splitlines()[0]
 
 
 def test_advice_has_json() -> None:

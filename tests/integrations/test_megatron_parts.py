@@ -209,7 +209,7 @@ class TestScheduleOfLayer:
 
     def test_unknown_names_are_refused(self) -> None:
         text = refusal(ConfigurationError, lambda: schedule_of_layer("p2q", "auto", config()))
-        assert text.startswith("cp_comm_type 'p2q' is none of Megatron's (p2p, all_gather, a2a, a2a+p2p), and as")
+        assert text.startswith("cp_comm_type 'p2q' is not one of Megatron's (p2p, all_gather, a2a, a2a+p2p), and as")
 
     @pytest.mark.parametrize(("version", "first"), [("0.12.1", 1), ("0.16.1", 1), ("0.17.0", 0), ("0.19.2", 0)])
     def test_list_counts_as_megatron_does(self, fake_megatron: ModuleType, version: str, first: int) -> None:

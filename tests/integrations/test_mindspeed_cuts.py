@@ -121,7 +121,7 @@ class TestGeneral:
         other = torch.stack([tensor_of(Causal()), tensor_of(Full())])
         assert "set --micro-batch-size 1" in refusal(UnsupportedError, lambda: mask_of_tensor(other))
         text = refusal(UnsupportedError, lambda: LastMask().of(torch.zeros(1, 1, 4, 4).bool(), 8))
-        assert "wants a mask [..., 8, 8] of the whole sequence on each rank, and got one of (1, 1, 4, 4)" in text
+        assert "expects a mask [..., 8, 8] of the whole sequence on each rank, and got one of (1, 1, 4, 4)" in text
         text = refusal(UnsupportedError, lambda: LastMask().of(tensor_of(Causal()), 12, (3, 0)))
         assert "leave the window out where the mask has it" in text
         monkeypatch.setattr(general, "MOST_SLICES", 3)

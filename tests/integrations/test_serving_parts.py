@@ -16,7 +16,7 @@ from tokenring.sequence.layout import make_layout
 
 @pytest.mark.parametrize("options", [{"page": 0}, {"chunk": 0}, {"shard_from": -1}])
 def test_sizes_that_cannot_be(options: dict[str, int]) -> None:
-    with pytest.raises(tr.ConfigurationError, match="give an integer from 1 on"):
+    with pytest.raises(tr.ConfigurationError, match="give a positive integer"):
         serve_with_tokenring(None, tr.ContextParallel("self"), **options)
 
 

@@ -264,7 +264,7 @@ class TestRefusals:
         half = {"start": 0, "stop": 2**49, "step": 1, "owner": 0}
         huge = {"name": "mine", "length": 2**50, "chunks": [half, half]}
         changed |= {"world_size": 1, "tiles": [], "moves": [], "returns": [], "q_layout": huge, "kv_layout": huge}
-        with pytest.raises(ScheduleError, match=r"q_layout: layout 'mine' is none of ours; .* too many"):
+        with pytest.raises(ScheduleError, match=r"q_layout: layout 'mine' is not one of tokenring's; .* too many"):
             Schedule.from_json(json.dumps(changed))
         huge["chunks"] = [half, {"start": 2**49, "stop": 2**50, "step": 1, "owner": 0}]
         assert Schedule.from_json(json.dumps(changed)).q_layout.length == 2**50

@@ -186,9 +186,9 @@ class TestTexts:
         ("rows", "says"),
         [
             ("[[192, 257]]", "257 is not between 0 and 256"),
-            ("[[192, 192]]", "is no run"),
-            ("[[200, 256], [192, 199]]", "is no run"),
-            ("[[192, 256, 3]]", "is no run"),
+            ("[[192, 192]]", "is not a run"),
+            ("[[200, 256], [192, 199]]", "is not a run"),
+            ("[[192, 256, 3]]", "is not a run"),
             ("[]", "names no row, or all of them"),
             ("[[0, 256]]", "names no row, or all of them"),
             ("7", "expected a list"),
@@ -207,9 +207,9 @@ class TestTexts:
     @pytest.mark.parametrize(
         ("written", "says"),
         [
-            ("kv0[192:257]>1", "is no run of 256 rows"),
+            ("kv0[192:257]>1", "is not a run of 256 rows"),
             ("kv0[192]>1", "is not start:stop"),
-            ("kv0[192:200+199:256]>1", "is no run of 256 rows"),
+            ("kv0[192:200+199:256]>1", "is not a run of 256 rows"),
             ("kv0[]>1", "is not start:stop"),
         ],
     )

@@ -60,7 +60,7 @@ def test_a_peak_that_is_not_known_is_refused(name: str, dtype: torch.dtype) -> N
 
 
 def test_a_device_without_figures_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="no figures of device 'tpu'; there are those of v100-sxm2, "):
+    with pytest.raises(ConfigurationError, match="unknown device 'tpu'; choose one of v100-sxm2, "):
         device_figures("tpu")
 
 

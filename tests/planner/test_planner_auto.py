@@ -351,7 +351,7 @@ class TestJson:
     @pytest.mark.parametrize(
         ("change", "why"),
         [
-            (lambda found: found | {"format": "a song"}, "this is no plan"),
+            (lambda found: found | {"format": "a song"}, "this is not a plan"),
             (lambda found: found | {"version": 2}, "the plan has version 2, this reads version 1"),
             (lambda found: found | {"version": None}, "version None"),
             (lambda found: found | {"schedule": None}, "has no schedule"),
@@ -359,7 +359,7 @@ class TestJson:
             (lambda found: found | {"schedule": 7}, "document"),
             (lambda found: found | {"workload": 7}, "not whole"),
             (lambda found: found | {"workload": found["workload"] | {"dtype": "load"}}, "dtype 'load'"),
-            (lambda found: found | {"workload": found["workload"] | {"q_heads": "4"}}, "must be an integer from 1 on"),
+            (lambda found: found | {"workload": found["workload"] | {"q_heads": "4"}}, "must be a positive integer"),
             (lambda found: found | {"workload": found["workload"] | {"extra": 1}}, "not whole"),
             (lambda found: found | {"candidates": 7}, "not whole"),
             (lambda found: found | {"candidates": [7]}, "not whole"),
@@ -367,8 +367,8 @@ class TestJson:
             (lambda found: found | {"candidates": [["x"]]}, "not whole"),
             (lambda found: found | {"candidates": [{}]}, "not whole"),
             (lambda found: {key: value for key, value in found.items() if key != "reason"}, "not whole"),
-            (lambda found: [found], "this is no plan"),
-            (lambda found: None, "this is no plan"),
+            (lambda found: [found], "this is not a plan"),
+            (lambda found: None, "this is not a plan"),
         ],
     )
     def test_refuses(self, plan: Plan, change: Callable[[dict[str, object]], object], why: str) -> None:
@@ -378,7 +378,7 @@ class TestJson:
     def test_refuses_broken_text(self, plan: Plan) -> None:
         text = plan.to_json()
         for broken in ("", text[: len(text) // 2], text + "}", "[" * 100_000, '{"format": ' + "1" * 5000 + "}", "\0"):
-            with pytest.raises(TokenRingError, match="this is no plan"):
+            with pytest.raises(TokenRingError, match="this is not a plan"):
                 Plan.from_json(broken)
 
     def test_refuses_files(self, plan: Plan, tmp_path: Path) -> None:
@@ -390,5 +390,5 @@ class TestJson:
             plan.save(tmp_path / "missing" / "plan.json")
 
     def test_a_schedule_alone_is_no_plan(self, plan: Plan) -> None:
-        with pytest.raises(ConfigurationError, match="this is no plan"):
+        with pytest.raises(ConfigurationError, match="this is not a plan"):
             Plan.from_json(plan.schedule.to_json())

@@ -216,7 +216,7 @@ def test_topologies_from_files(tmp_path: Path) -> None:
 
 
 def test_rates_that_are_asked_for() -> None:
-    assert "100 TFLOP/s, as asked" in printed(*SMALL, "--tflops", "100")
+    assert "100 TFLOP/s, as given" in printed(*SMALL, "--tflops", "100")
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_rates_that_are_asked_for() -> None:
         (("--seq", "900000000000G"), "--seq 900000000000G: write a number"),
         (("--memory-limit", "lots"), "--memory-limit lots: write a number"),
         (("--memory-limit", "1k"), "no schedule fits in 1.02 kB a rank; the smallest needs"),
-        (("--topology", "preset:nothing"), "no preset 'preset:nothing'"),
-        (("--device", "h9"), "no figures of device 'h9'"),
+        (("--topology", "preset:nothing"), "unknown preset 'preset:nothing'"),
+        (("--device", "h9"), "unknown device 'h9'"),
         (("--tflops", "0"), "--tflops 0.0: give a rate above 0"),
         (("--tflops", "nan"), "--tflops nan: give a rate above 0"),
         (("--mask", "diagonal"), "unknown mask 'diagonal'"),

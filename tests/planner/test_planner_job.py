@@ -267,7 +267,7 @@ class TestArguments:
 
     @pytest.mark.parametrize("given", [0, -1, "8G", 1.5, True])
     def test_memory_limits_that_are_none(self, given: object) -> None:
-        with pytest.raises(ConfigurationError, match=r"memory_limit_bytes=.*: give an integer from 1 on"):
+        with pytest.raises(ConfigurationError, match=r"memory_limit_bytes=.*: give a positive integer"):
             tr.ContextParallel(memory_limit_bytes=given)  # type: ignore[arg-type]
         assert tr.ContextParallel(memory_limit_bytes=1 << 33).memory_limit_bytes == 1 << 33
 

@@ -54,7 +54,7 @@ def test_names_that_are_none(option: str, known: str, capsys: pytest.CaptureFixt
     assert main([option, f"{known},nothing"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
-    assert f"{option} {known},nothing: 'nothing' is none of " in err and known in err.partition(" is none of ")[2]
+    assert f"{option} {known},nothing: 'nothing' is not one of " in err and known in err.partition(" is not one of ")[2]
 
 
 @pytest.mark.parametrize("more", [(), ("all-gather-kv", "tiles", "mixed")])

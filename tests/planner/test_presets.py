@@ -268,7 +268,7 @@ def test_512_hosts() -> None:
 @pytest.mark.parametrize("name", ["", "hgx", "hgx-h100*", "hgx-h100*x", "hgx-h100**2", "*2", "hgx-h100*-1", "a" * 999])
 def test_other_names_are_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"no preset .*; there are dgx-1-v100, .*mi300x-8, and NAME\*4"
+        ConfigurationError, match=r"unknown preset .*; choose one of dgx-1-v100, .*mi300x-8, or NAME\*4"
     ) as error:
         preset(name)
     assert len(str(error.value)) < 400

@@ -135,7 +135,7 @@ def test_unknown_operators_are_refused() -> None:
     schedule = made("direct-q", COLUMN)
     with pytest.raises(ScheduleError, match=r"operator.*column"):
         Schedule.from_json(schedule.to_json().replace('"column"', '"diagonal"'))
-    with pytest.raises(ScheduleError, match=r"diagonal.* is none of attention, column"):
+    with pytest.raises(ScheduleError, match=r"diagonal.* is not one of attention, column"):
         Schedule.parse(str(schedule).replace("column", "diagonal"))
 
 

@@ -302,12 +302,12 @@ def test_what_is_refused_all_ranks_hear(ranks: RankPools) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({0: torch.ones(1, 8, 6)}, "wants q as a tensor of 4 dimensions; it is [1, 8, 6]"),
+        ({0: torch.ones(1, 8, 6)}, "expects q as a tensor of 4 dimensions; it is [1, 8, 6]"),
         ({1: torch.ones(1, 4, 24)}, "latent and rope must have the same tokens"),
         ({2: torch.ones(1, 8, 8, dtype=torch.bfloat16)}, "rope is torch.bfloat16 on cpu, and q torch.float32"),
         ({2: torch.ones(1, 8, 24)}, "the rows of each head's key without its last 24 elements"),
         ({3: torch.ones(6 * 16, 24)}, r"it must be [6 · (16 + Dv), 24]"),
-        ({3: 7}, "wants weight as a tensor of 2 dimensions; it is of type int"),
+        ({3: 7}, "expects weight as a tensor of 2 dimensions; it is of type int"),
     ],
 )
 def test_sizes_that_do_not_fit(change: dict[int, Any], says: str) -> None:

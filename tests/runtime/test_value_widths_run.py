@@ -182,5 +182,5 @@ def test_workloads_are_equal_whether_the_width_is_said_or_not() -> None:
     other = replace(plain, value_dim=32)
     assert other != plain and "value_dim=32" in repr(other) and other.to_dict()["value_dim"] == 32
     assert (plain.ring_bytes(2), other.ring_bytes(2)) == (8 * 2 * 128 * 4 // 2, 8 * 2 * 96 * 4 // 2)
-    with pytest.raises(ConfigurationError, match="value_dim=0: every size must be an integer from 1 on"):
+    with pytest.raises(ConfigurationError, match="value_dim=0: every size must be a positive integer"):
         Workload(1, 8, 8, 4, 2, 64, torch.float32, 0)

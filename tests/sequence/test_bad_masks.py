@@ -37,7 +37,7 @@ BAD: list[tuple[Callable[..., tr.Mask], tuple[Any, ...], str]] = [
     (tr.Slices, ([(0, 4, 0, 4, 2, 1)],), "slice (q 0:4, kv 0:4, 2 <= kv - q <= 1) is empty"),
     (tr.Slices, (torch.zeros(2, 2),), FORM),
     (tr.Slices, ([(0, 5, 0, 9), (3, 6, 8, 10)],), "slices (q 0:5, kv 0:9) and (q 3:6, kv 8:10) overlap"),
-    (tr.Chunks, (0,), "Chunks(0): give the positions of a chunk, an integer from 1 on"),
+    (tr.Chunks, (0,), "Chunks(0): give the positions of a chunk, a positive integer"),
     (tr.Chunks, ("4",), "Chunks('4'): give the positions of a chunk"),
     (tr.BlockCausal, (-1,), "Chunks(-1): give the positions of a chunk"),
     (tr.Bidirectional, ([],), "spans are a list of pairs, one at least; got []"),
@@ -76,7 +76,7 @@ def test_what_is_wrong(make: Callable[..., tr.Mask], given: tuple[Any, ...], say
         ({"windows": 7}, "windows are a list of pairs, one at least; got 7"),
         ({"windows": [(1, 1)] * 2}, "Documents: 2 windows for 1 documents; give each one"),
         ({"windows": [(-2, 0)]}, "a document's window(-2, 0): use integers, 0 or more"),
-        ({"q_start": -1}, "q_start=-1: the position of the first of q among those of kv is an integer from 0 on"),
+        ({"q_start": -1}, "q_start=-1: the position of the first of q among those of kv is an integer, 0 or more"),
         ({"q_start": 1.5}, "q_start=1.5: the position"),
         ({"q_start": True}, "q_start=True: the position"),
     ],
@@ -176,5 +176,5 @@ def test_texts(text: str, says: str) -> None:
 @pytest.mark.parametrize("make", [tr.PrefixLM, tr.Chunks, tr.BlockCausal, tr.Bidirectional, tr.PrefixTree, tr.Slices])
 def test_classes_without_their_sizes(make: Callable[..., tr.Mask]) -> None:
     x = torch.randn(1, 4, 1, 8)
-    with pytest.raises(ConfigurationError, match=rf"this one wants its sizes: {make.__name__}\("):
+    with pytest.raises(ConfigurationError, match=rf"^mask={make.__name__} has no sizes: write {make.__name__}\("):
         tr.attention(x, x, x, tr.ContextParallel(), make)

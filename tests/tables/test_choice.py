@@ -234,7 +234,7 @@ def test_doctor_on_gpus_that_reach_each_other(monkeypatch: pytest.MonkeyPatch) -
     said = _choice("cuda")
     assert said["transport"]["name"] == "symm" and said["transport"]["why"].endswith("; nccl between machines")
     assert "every two ranks reach each other's memory" in said["transport"]["why"] and "PCIe" not in str(said)
-    assert {"name": "nccl", "why": "can be asked for: ContextParallel(transport='nccl')"} in said["others"]
+    assert {"name": "nccl", "why": "available by name: ContextParallel(transport='nccl')"} in said["others"]
     assert {"name": "nvshmem", "why": "no library"} in said["others"]
 
 
@@ -244,7 +244,7 @@ def test_doctor_where_nvshmem_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvshmem, "unavailable", lambda: None)
     said = _choice("cuda")
     assert said["transport"]["name"] == "nccl"
-    assert {"name": "nvshmem", "why": "can be asked for: ContextParallel(transport='nvshmem')"} in said["others"]
+    assert {"name": "nvshmem", "why": "available by name: ContextParallel(transport='nvshmem')"} in said["others"]
 
 
 def test_auto_does_not_ask_after_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,8 +273,8 @@ def test_doctor_with_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     }  # fmt: skip
     (tmp_path / "tokenring" / transfers_key("cuda", "reached", 4).file_name).write_text("{")
     said = _choice("cuda")
-    assert said["transport"]["name"] == "symm" and "is not used: it is no table" in said["transport"]["why"]
-    assert any("is not used: it is no table of transports" in each["why"] for each in said["measured"])
+    assert said["transport"]["name"] == "symm" and "is not used: this is not a table" in said["transport"]["why"]
+    assert any("is not used: this is not a table of transports" in each["why"] for each in said["measured"])
 
 
 def test_doctor_on_gpus_of_which_one_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:

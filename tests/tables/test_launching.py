@@ -48,7 +48,7 @@ def test_tables_from_before_are_read(tmp_path: Path) -> None:
 def test_launches_that_cannot_be(tmp_path: Path, spoilt: dict[str, object]) -> None:
     document = json.loads(to_json(TABLE, KEY))
     document["rates"]["launching"] = spoilt
-    with pytest.raises(ConfigurationError, match=r"launches of|no table of rates"):
+    with pytest.raises(ConfigurationError, match=r"launches of|not a table of rates"):
         read_table(written(tmp_path / "table", json.dumps(document)))
 
 

@@ -156,7 +156,7 @@ def test_a_broken_table_is_none(tmp_path: Path, spoil) -> None:  # type: ignore[
     assert path is not None
     path.write_text(spoil(path.read_text()))
     assert kept(KEY, place) is None
-    with pytest.raises(ConfigurationError, match=r"no table of rates .*: make one with `tokenring rates`"):
+    with pytest.raises(ConfigurationError, match=r"not a table of rates .*: make one with `tokenring rates`"):
         read_table(path)
 
 

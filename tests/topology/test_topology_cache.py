@@ -69,14 +69,14 @@ class TestCache:
     @pytest.mark.parametrize(
         ("spoil", "says"),
         [
-            (lambda text: "", "it is no cache of ours"),
-            (lambda text: "hello\nworld", "it is no cache of ours"),
+            (lambda text: "", "it is not a cache of tokenring's"),
+            (lambda text: "hello\nworld", "it is not a cache of tokenring's"),
             (lambda text: text[:-10], "it is broken"),
             (lambda text: text.replace("nvlink", "nvlank"), "it is broken"),
             (lambda text: text.replace(" mark ", " other "), "it is of another boot, machine, driver or version"),
             (lambda text: text.replace("-cache 1 ", "-cache 2 "), "it is of another boot, machine, driver or version"),
-            (lambda text: text.partition("\n")[0], "it is no cache of ours"),
-            (lambda text: "\0" * 100, "it is no cache of ours"),
+            (lambda text: text.partition("\n")[0], "it is not a cache of tokenring's"),
+            (lambda text: "\0" * 100, "it is not a cache of tokenring's"),
         ],
     )
     def test_what_is_broken_or_foreign_is_not_used(self, tmp_path: Path, spoil: Any, says: str) -> None:
@@ -96,7 +96,7 @@ class TestCache:
         cached(tmp_path, "host", "mark", look)
         (path,) = tmp_path.iterdir()
         path.write_text(_first_line("mark", "{}") + "{}")
-        assert "this is no tokenring-topology document" in notes_of(cached(tmp_path, "host", "mark", look))[0]
+        assert "this is not a tokenring-topology document" in notes_of(cached(tmp_path, "host", "mark", look))[0]
 
     def test_no_room_is_a_note(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()

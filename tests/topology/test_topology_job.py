@@ -163,7 +163,7 @@ class TestSeats:
         bus = "0000:c1:00.0"
         assert self.placed(npus(0, 1, bus=bus), Seat("", "", "npu", bus, 1)) == (("d1",), [])
         assert self.placed(npus(0, 1, bus=bus), Seat("", "", "npu", bus, die=0)) == (("d0",), [])
-        text = f"rank 0 on : bus id {bus} is that of d0 and d1: which one cannot be told"
+        text = f"rank 0 on : bus id {bus} is that of d0 and d1: which one is unknown"
         assert self.placed(npus(0, 1, bus=bus), Seat("", "", "npu", bus)) == ((None,), [text])
 
     def test_what_no_source_names(self) -> None:

@@ -182,14 +182,14 @@ def test_documents_that_are_read() -> None:
     ("text", "says"),
     [
         (edited(version=2), "tokenring-topology version '2': this tokenring reads version 1"),
-        (edited(format="x"), "no tokenring-topology document"),
-        (edited(facts=3), "facts is 3, wanted is list"),
+        (edited(format="x"), "not a tokenring-topology document"),
+        (edited(facts=3), "facts is 3, expected list"),
         (edited(facts=[{}]), r"facts\[0\] lacks a part of a Facts"),
-        (edited(facts=[{"coverage": "all"}]), r"facts\[0\].coverage is 'all', wanted is one of 'links'"),
+        (edited(facts=[{"coverage": "all"}]), r"facts\[0\].coverage is 'all', expected one of 'links'"),
         (edited(facts=[{"coverage": "pcie", "more": 1}]), r"facts\[0\] has 'more', which means nothing to us"),
         (
             edited(facts=[{"coverage": "pcie", "links": [{"a": "x", "b": "y", "kind": "sys"}]}]),
-            r"facts\[0\] speaks of 'x', which is none of its devices",
+            r"facts\[0\] names 'x', which is not one of its devices",
         ),
         (linked(kind="warp"), r"facts\[0\] has a link of kind 'warp', which we do not know"),
         (linked(b="x"), r"facts\[0\] has a link from 'x' to itself"),

@@ -203,7 +203,7 @@ class TestLists:
         assert notes_of(text) == [f"line 1: nvidia-smi says: {text.splitlines()[0]}"]
 
     def test_a_row_without_an_index(self) -> None:
-        with pytest.raises(TopologyError, match="2:1: nvidia-smi -q: wanted is a GPU's index first"):
+        with pytest.raises(TopologyError, match="2:1: nvidia-smi -q: expected a GPU's index first"):
             read("index, pci.bus_id\nx, 00000000:18:00.0\n")
 
 
@@ -246,9 +246,9 @@ class TestMatrixJson:
     @pytest.mark.parametrize(
         ("text", "says"),
         [
-            ('{"matrix": [], "ids": []}', "wanted are ids, and a matrix of as many rows"),
-            ('{"matrix": [["X"]], "ids": [1]}', "wanted are ids that are words"),
-            ('{"matrix": [["X", "NV4"], ["NV4"]], "ids": ["0", "1"]}', "row 1 of the matrix is no list of 2 labels"),
+            ('{"matrix": [], "ids": []}', "expected ids, and a matrix of as many rows"),
+            ('{"matrix": [["X"]], "ids": [1]}', "expected ids that are words"),
+            ('{"matrix": [["X", "NV4"], ["NV4"]], "ids": ["0", "1"]}', "row 1 of the matrix is not a list of 2 labels"),
             ('{"matrix": [["X", "X"], ["X", "X"]], "ids": ["0", "0"]}', "two ids are the same"),
             ('{"matrix": [', "broken JSON"),
         ],

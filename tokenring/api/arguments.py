@@ -87,7 +87,7 @@ def check_schedule(given: object, pieces: object, world_size: int) -> None:
     if pieces is None:
         return
     if (as_integer(pieces) or 0) < 1:
-        raise ConfigurationError(f"pieces={pieces!r}: give an integer from 1 on, or None for the default")
+        raise ConfigurationError(f"pieces={pieces!r}: give a positive integer, or None for the default")
     if not isinstance(given, str) or given.startswith("auto"):
         raise ConfigurationError(f"pieces={pieces} goes with a schedule by name; others say it themselves")
 

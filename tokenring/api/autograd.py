@@ -41,11 +41,11 @@ def refused(name: str, instead: str) -> Refused:
     """Return what errors say of a function. instead: what to do where another derivative than the first is wanted."""
     instead = f"it has the first derivative only, by backward() or torch.autograd.grad: {instead}"
     return Refused(
-        f"a second derivative of {name} was asked for, as gradient penalties, Hessians and "
+        f"a second derivative of {name} was requested, as gradient penalties, Hessians and "
         f"torch.autograd.functional.jvp do: {instead}",
-        f"a forward-mode derivative of {name} was asked for: {instead}",
+        f"a forward-mode derivative of {name} was requested: {instead}",
         in_transform(name, instead),
-        f"gradients of {name} were asked for in a batch, as is_grads_batched and vectorize=True do, and the "
+        f"gradients of {name} were requested in a batch, as is_grads_batched and vectorize=True do, and the "
         f"exchange between ranks is for one at a time: ask for one after another",
     )
 

@@ -335,7 +335,7 @@ class ContextParallel(Standing):
             from tokenring.schedule.names import named_schedule
 
             made = named_schedule(self.schedule, request.workload, *layouts, request.mask, self.pieces)
-            found: Plan | GivenSchedule = GivenSchedule(made, f"asked for by name: {self.schedule}")
+            found: Plan | GivenSchedule = GivenSchedule(made, f"requested by name: {self.schedule}")
         else:
             from tokenring.api.given_schedules import given_schedule
 

@@ -155,7 +155,7 @@ def _workload(
 ) -> Workload:
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise ConfigurationError(f"attention wants q, k and v as [B, T, H, D]; got {shapes}")
+        raise ConfigurationError(f"attention expects q, k and v as [B, T, H, D]; got {shapes}")
     if q.shape[3] != k.shape[3]:
         raise UnsupportedError(f"q and k must have one head dimension (only that of v may differ); got {shapes}")
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:

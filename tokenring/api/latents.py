@@ -121,7 +121,7 @@ def _sizes(q: object, latent: object, rope: object, weight: object) -> tuple[int
     for name, (x, dims) in given.items():
         if not isinstance(x, torch.Tensor) or x.dim() != dims:
             found = list(x.shape) if isinstance(x, torch.Tensor) else f"of type {type(x).__name__}"
-            raise ConfigurationError(f"latent_attention wants {name} as a tensor of {dims} dimensions; it is {found}")
+            raise ConfigurationError(f"latent_attention expects {name} as a tensor of {dims} dimensions; it is {found}")
         if x.dtype != q.dtype or x.device != q.device:  # type: ignore[attr-defined]
             raise ConfigurationError(
                 f"{name} is {x.dtype} on {x.device}, and q {q.dtype} on {q.device}: "  # type: ignore[attr-defined]

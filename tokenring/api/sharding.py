@@ -132,7 +132,7 @@ def _sequence_dim(what: str, x: torch.Tensor, cp: ContextParallel, dim: int) -> 
     """Return `dim` counted from 0; checks that x has such a dimension, and that x and cp are of the right types."""
     _check_context(what, cp)
     if not isinstance(x, torch.Tensor):
-        raise ConfigurationError(f"{what} wants a tensor; got one of type {type(x).__name__}")
+        raise ConfigurationError(f"{what} expects a tensor; got one of type {type(x).__name__}")
     if (found := unsharded(x)) is not None:
         raise UnsupportedError(f"{what} of {found}")
     index = as_integer(dim)
@@ -145,7 +145,7 @@ def _sequence_dim(what: str, x: torch.Tensor, cp: ContextParallel, dim: int) -> 
 
 def _check_context(what: str, cp: ContextParallel) -> None:
     if not isinstance(cp, ContextParallel):
-        raise ConfigurationError(f"{what} wants a ContextParallel as cp; got one of type {type(cp).__name__}")
+        raise ConfigurationError(f"{what} expects a ContextParallel as cp; got one of type {type(cp).__name__}")
 
 
 class _Gather(torch.autograd.Function):
@@ -248,10 +248,10 @@ def _checked_lengths(
         lengths = [length for length in of_others if length is not None]
     if len(lengths) < len(parts) or not sum(lengths):
         found = ", ".join(f"rank {rank}: {part}" for rank, part in enumerate(parts))
-        raise ConfigurationError(f"unshard wants parts of one shape, dtype and dim from every rank; found {found}")
+        raise ConfigurationError(f"unshard expects parts of one shape, dtype and dim from every rank; found {found}")
     if tuple(lengths) != (wanted := cp.lengths.parts(sum(lengths)) if layout is None else layout.local_lengths):
         raise ConfigurationError(
-            f"unshard wants parts as shard makes them: of {sum(lengths)} positions the ranks hold "
+            f"unshard expects parts as shard makes them: of {sum(lengths)} positions the ranks hold "
             f"{_listed(wanted)}; found {_listed(lengths)}"
         )
     return lengths

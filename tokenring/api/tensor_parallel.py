@@ -290,11 +290,11 @@ class TensorParallel(Standing):
             from tokenring.nearest import hint
 
             raise ConfigurationError(
-                f"plan was asked for operator {operator!r}; use one of {', '.join(PLANNED)}{hint(operator, PLANNED)}"
+                f"plan got operator {operator!r}; use one of {', '.join(PLANNED)}{hint(operator, PLANNED)}"
             )
         for name, size in (("tokens", tokens), ("features", features), ("width", width)):
             if (as_integer(size) or 0) < 1:
-                raise ConfigurationError(f"plan was given {name}={size!r}: give an integer from 1 on")
+                raise ConfigurationError(f"plan was given {name}={size!r}: give a positive integer")
             if name != "width" and size % self.world_size:
                 raise ConfigurationError(
                     f"plan was given {size} {name}, which {self.world_size} ranks do not divide: pad them"

@@ -32,17 +32,18 @@ if TYPE_CHECKING:
     from tokenring.schedule.schedule import Schedule
     from tokenring.sequence.workload import Workload
 
+ABOUT = "Context parallelism for PyTorch: plan, prove, run and measure attention schedules."
 INTERRUPTED = 130
 USAGE_ERROR = 2
 COMMANDS = {  # beside `schedule`: the module, whose `main` takes the arguments, and a line of help
-    "demo": ("tokenring.cli.demo", "a demonstration on this machine"),
-    "bench": ("tokenring.cli.bench", "schedules and other libraries against each other"),
-    "trace": ("tokenring.cli.trace", "what every rank does when, as a table and as pictures"),
-    "plan": ("tokenring.cli.plan.command", "which schedule is fastest on which machine, and why"),
-    "advise": ("tokenring.cli.advise.command", "which flags to give Megatron-core or diffusers, and why"),
+    "demo": ("tokenring.cli.demo", "train a small model on four local processes"),
+    "bench": ("tokenring.cli.bench", "race schedules, and other libraries, on the same inputs"),
+    "trace": ("tokenring.cli.trace", "run a schedule and show what each rank did when"),
+    "plan": ("tokenring.cli.plan.command", "choose the fastest schedule for a machine, and say why"),
+    "advise": ("tokenring.cli.advise.command", "choose flags for Megatron-core or diffusers, and say why"),
     "rates": ("tokenring.cli.rates.command", "measure this machine's attention kernel, or its transports"),
-    "doctor": ("tokenring.cli.doctor", "what is installed, what would be used, what is missing"),
-    "topology": ("tokenring.cli.topology.command", "what links the accelerators, here or in a dump"),
+    "doctor": ("tokenring.cli.doctor", "report what is installed, used by default, and missing"),
+    "topology": ("tokenring.cli.topology.command", "show what links the accelerators, here or in a dump"),
 }
 BUILD_OPTIONS = ("ranks", "layout", "mask", "direction", "pieces", "seq")  # what a file says itself
 
@@ -103,7 +104,7 @@ def svg_printed(argv: list[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="tokenring", description="Attention over many devices, with schedules that are data.")
+    parser = Parser(prog="tokenring", description=ABOUT)
     parser.add_argument("--version", action="version", version=f"tokenring {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for name, (_, text) in COMMANDS.items():
@@ -119,18 +120,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_schedule_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("name", metavar="NAME", help="a scheme (ring, tokenring, ...), a .json file, or - for JSON from stdin")
-    add("--ranks", type=int, metavar="P", help="how many ranks")
+    add("name", metavar="NAME", help="a name (ring, usp/2: docs/schedules.md), a .json file, or - for JSON from stdin")
+    add("--ranks", type=int, metavar="P", help="number of ranks")
     add("--layout", metavar="NAME", help="contiguous, zigzag, striped, or cut finer: zigzag/2 (default: zigzag)")
     add_mask(parser, None)
-    add("--direction", type=int, choices=(1, -1), help="which way a ring turns (default: what moves fewer bytes)")
-    add("--pieces", type=int, metavar="N", help="parts of a chunk that move apart")
+    add("--direction", type=int, choices=(1, -1), help="direction of a ring (default: the one that moves fewer bytes)")
+    add("--pieces", type=int, metavar="N", help="in how many parts each chunk moves")
     add_seq(parser, ("--length",), help=f"tokens of the whole sequence (default: small), {SIZES_TEXT}")
     add("--pass", dest="direction_of", choices=("forward", "backward"), default="forward",
         help="the pass of the summary and of the picture")  # fmt: skip
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="the schedule as JSON (docs/schedule-json.md)")
-    form.add_argument("--svg", nargs="?", const=PRINTED, metavar="FILE", help="a picture of the pass, printed or drawn")
+    form.add_argument("--svg", nargs="?", const=PRINTED, metavar="FILE",
+        help="draw the pass: to FILE, else to standard output")  # fmt: skip
     add("-o", "--output", metavar="FILE", help="write to a file instead: .txt, .json or .svg")
     add_heads(parser.add_argument_group("the summary's workload"), 32, 128, "bf16")
 
@@ -160,7 +162,7 @@ def _build(options: argparse.Namespace) -> Schedule:
 
     if options.ranks is None:
         parse(options.name)  # says what is wrong with the name
-        raise ConfigurationError(f"schedule {options.name!r}: say for how many ranks, as in --ranks 4")
+        raise ConfigurationError(f"schedule {options.name!r}: give the number of ranks, as in --ranks 4")
     if options.ranks > 0:  # else they are refused below
         check_size(options.name, options.ranks, options.layout or "zigzag", options.pieces)
     return schedule(

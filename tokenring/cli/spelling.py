@@ -33,7 +33,7 @@ def tokens(text: str) -> int:
     try:
         return read_size("", text)
     except ConfigurationError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens from 1 on, {SIZES_TEXT}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, {SIZES_TEXT}") from None
 
 
 def mask_text(text: str) -> str:
@@ -46,7 +46,7 @@ def mask_text(text: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise argparse.ArgumentTypeError(f"cannot read a mask from {text[1:]!r}: {one_line(error)}") from None
     if len(found) > MOST_OF_A_MASK:
-        raise argparse.ArgumentTypeError(f"{text[1:]!r} is no mask: it has more than {MOST_OF_A_MASK} characters")
+        raise argparse.ArgumentTypeError(f"{text[1:]!r} is not a mask: it has more than {MOST_OF_A_MASK} characters")
     return found.strip()
 
 

@@ -17,6 +17,8 @@ from tokenring.nearest import hint
 
 CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 STRAY = re.compile(r"unrecognized arguments: (?:[^-]\S* )*(--?[^\s=]+)")
+BARE = re.compile(r"unrecognized arguments: ([a-z][\w/,-]*)$")
+SCHEDULES = "--schedules"  # of commands that take several
 LARGEST = 1 << 50  # of any count; far above, Python's containers and torch overflow
 
 
@@ -44,7 +46,10 @@ class Parser(argparse.ArgumentParser):
         if (choice := CHOICE.search(message)) is not None:
             return hint(choice[1], re.findall(r"[\w./-]+", choice[2]))
         if (stray := STRAY.match(message)) is not None:
-            return hint(stray[1], _options(self))
+            long = [each.removeprefix("--") for each in _options(self) if each.startswith("--")]
+            return hint(stray[1].lstrip("-"), long, "--")
+        if (bare := BARE.match(message)) is not None and SCHEDULES in _options(self):
+            return f"; did you mean {SCHEDULES} {bare[1]}?"
         return ""
 
 
@@ -67,7 +72,6 @@ def read_options(read: Callable[[list[str]], argparse.Namespace], argv: list[str
         return read(argv)
     except SystemExit as done:
         return int(done.code or 0)
-
 
 
 class Ink:
@@ -153,7 +157,8 @@ def check_suffix(option: str, path: str | None, *known: str) -> str:
     """
     suffix = Path(path or "").suffix.lower()
     if suffix and suffix not in known:
-        raise ConfigurationError(f"{option} {path!r}: no {suffix!r} is written; end the name in {' or '.join(known)}")
+        named = " or ".join(known)
+        raise ConfigurationError(f"{option} {path!r}: {suffix!r} files are not supported; end the name in {named}")
     return suffix
 
 

@@ -340,7 +340,7 @@ def _rows(node: JsonNode, length: int) -> Runs:
     def add(entry: JsonNode) -> None:
         run = entry.each(lambda end: end.integer(0, length))
         if len(run) != 2 or not (runs[-1][1] if runs else -1) < run[0] < run[1]:
-            raise entry.error(f"is no run [start, stop] of {length} rows, or not beyond the run before it")
+            raise entry.error(f"is not a run [start, stop] of {length} rows, or not beyond the run before it")
         runs.append((run[0], run[1]))
 
     node.each(add)

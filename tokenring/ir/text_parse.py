@@ -72,7 +72,7 @@ class Spot(NamedTuple):
     def integer(self, least: int = 0) -> int:
         """Return a number in digits. Raises ScheduleError if it is none, or below `least`."""
         if not NUMBER.fullmatch(self.text) or int(self.text) < least:
-            raise self.error(f"is not a number from {least} on")
+            raise self.error(f"is not a number of at least {least}")
         return int(self.text)
 
     def ordinal(self, count: int, what: str) -> int:
@@ -203,7 +203,7 @@ class _Header:
                 raise spot.error(f"cannot be: {error}") from None
         known = known_layout(name, world_size, length, len(owners))
         if known is None or known.owners != owners:
-            raise spot.error(f"is no layout that we know: give its positions in a line '{prefix}chunks'")
+            raise spot.error(f"is not a known layout: give its positions in a line '{prefix}chunks'")
         return known
 
     def _mask(self, length: int, kv_length: int) -> Mask:
@@ -213,7 +213,7 @@ class _Header:
             mask.check_lengths(length, kv_length)
             return mask
         except ConfigurationError as error:
-            raise spot.error(f"is no mask for {length} positions: {error}") from None
+            raise spot.error(f"is not a mask for {length} positions: {error}") from None
 
     def _pieces(self, key: str, layout: Layout) -> int:
         pieces = self.number(key)
@@ -230,7 +230,7 @@ class _Header:
     def _operator(self) -> TileOperator:
         spot = self.optional("operator")
         if spot is not None and spot.text not in OPERATORS:
-            raise spot.error(f"is none of {', '.join(OPERATORS)}")
+            raise spot.error(f"is not one of {', '.join(OPERATORS)}")
         return OPERATORS["attention" if spot is None else spot.text]
 
     def _codecs(self) -> tuple[tuple[str, str], ...]:
@@ -352,6 +352,6 @@ def _runs(spot: Spot, length: int) -> Runs:
             raise part.error("is not start:stop")
         start, stop = (end.integer() for end in ends)
         if not (runs[-1][1] if runs else -1) < start < stop <= length:
-            raise part.error(f"is no run of {length} rows, or not beyond the run before it")
+            raise part.error(f"is not a run of {length} rows, or not beyond the run before it")
         runs.append((start, stop))
     return tuple(runs)

@@ -115,7 +115,7 @@ def process_group(group: Group) -> ProcessGroup | None:
         return None
     if isinstance(group, dist.ProcessGroup):
         return group
-    if isinstance(group, int) and not isinstance(group, bool):  # dist.GroupMember.NON_GROUP_MEMBER
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigurationError(NOT_A_MEMBER)
     if not hasattr(group, "get_group"):
         raise ConfigurationError(

@@ -48,7 +48,7 @@ def schedule(
 def _count(what: str, value: object) -> int:
     number = as_integer(value)
     if number is None or number < 1:
-        raise ConfigurationError(f"{what}={value!r}: give an integer from 1 on")
+        raise ConfigurationError(f"{what}={value!r}: give a positive integer")
     return number
 
 

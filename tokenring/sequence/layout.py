@@ -262,7 +262,7 @@ def check_partition(layout: Layout) -> None:
         return
     if layout.length > COUNTED_LENGTH:
         raise ConfigurationError(
-            f"layout {layout.name!r} is none of ours; its {layout.length} positions are too many to check "
+            f"layout {layout.name!r} is not one of tokenring's; its {layout.length} positions are too many to check "
             f"(at most {COUNTED_LENGTH})"
         )
     seen = bytearray(layout.length)
@@ -333,7 +333,7 @@ def _sizes(base: str, world_size: int, length: int, cuts: int) -> tuple[int, int
 def _at_least_one(what: str, name: str, given: object) -> int:
     value = as_integer(given)
     if value is None or value < 1:
-        raise ConfigurationError(f"{what}: {name} is {given!r}; give an integer from 1 on")
+        raise ConfigurationError(f"{what}: {name} is {given!r}; give a positive integer")
     return value
 
 

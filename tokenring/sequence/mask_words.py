@@ -93,11 +93,11 @@ _numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _no_mask(given: object) -> str:
+    if (sized := next((text for kind, text in SIZED.items() if kind is given), None)) is not None:
+        return f"mask={sized.partition('(')[0]} has no sizes: write {sized}; docs/masks.md has all masks"
     text = f"mask is of type {type(given).__name__}; {USE}"
     if isinstance(given, torch.Tensor):
         text = f"{text}: {OF_TENSORS}"
     elif isinstance(given, bool):
         text = f"{text}; is_causal={given} says what that seems to mean"
-    elif (sized := next((text for kind, text in SIZED.items() if kind is given), None)) is not None:
-        text = f"{text}; this one wants its sizes: {sized}"
     return f"{text}; docs/masks.md has all masks"

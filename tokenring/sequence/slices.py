@@ -287,7 +287,7 @@ def start_of(given: object) -> int | None:
     start = as_integer(given)
     if given is not None and (start is None or not 0 <= start <= LIMIT):
         raise ConfigurationError(
-            f"q_start={shown(given)}: the position of the first of q among those of kv is an integer from 0 on"
+            f"q_start={shown(given)}: the position of the first of q among those of kv is an integer, 0 or more"
         )
     return start
 
@@ -296,7 +296,7 @@ def size_of(given: object) -> int:
     """Return the number of positions of a chunk. Raises ConfigurationError if it is none."""
     size = as_integer(given)
     if size is None or not 1 <= size <= LIMIT:
-        raise ConfigurationError(f"Chunks({shown(given)}): give the positions of a chunk, an integer from 1 on")
+        raise ConfigurationError(f"Chunks({shown(given)}): give the positions of a chunk, a positive integer")
     return size
 
 

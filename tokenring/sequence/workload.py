@@ -53,7 +53,7 @@ class Workload:
             object.__setattr__(self, "value_dim", self.head_dim)
         for name in ("batch", "q_length", "kv_length", "q_heads", "kv_heads", "head_dim", "value_dim"):
             if (as_integer(getattr(self, name)) or 0) < 1:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: every size must be an integer from 1 on")
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: every size must be a positive integer")
         if self.latent_dim is not None and ((as_integer(self.latent_dim) or 0) < 1 or self.kv_heads != 1):
             raise ConfigurationError(
                 f"latent_dim={self.latent_dim!r} with kv_heads={self.kv_heads!r}: latents have a size from 1 on, and "

@@ -83,7 +83,7 @@ def kept(key: KernelKey, environment: Mapping[str, str] | None = None) -> Rates 
 
 
 def read_table(path: Path) -> tuple[KernelKey, Rates]:
-    """Read a table that was kept. Raises ConfigurationError if the file cannot be read or is no table of rates."""
+    """Read a table that was kept. Raises ConfigurationError if the file cannot be read or is not a table of rates."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["version"] != VERSION:
@@ -97,5 +97,5 @@ def read_table(path: Path) -> tuple[KernelKey, Rates]:
         raise ConfigurationError(f"cannot read rates from {str(path)!r}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
-            f"{str(path)!r} is no table of rates ({error}): make one with `tokenring rates`"
+            f"{str(path)!r} is not a table of rates ({error}): make one with `tokenring rates`"
         ) from None

@@ -138,7 +138,7 @@ def from_json(text: str) -> tuple[TransportKey, Transfers]:
         }
         return key, Transfers(samples)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ConfigurationError(f"it is no table of transports ({one_line(error, MOST_SAID)})") from None
+        raise ConfigurationError(f"this is not a table of transports ({one_line(error, MOST_SAID)})") from None
 
 
 def keep(key: TransportKey, transfers: Transfers, environment: Mapping[str, str] = os.environ) -> Path | None:

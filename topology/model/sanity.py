@@ -66,7 +66,7 @@ def _joins(each: Link | Measurement, known: set[str], lost: list[str]) -> bool:
     """Return whether a link is between two known devices, and of a known kind; note why it is not."""
     strange = next((end for end in (each.a, each.b) if end not in known), None)
     if strange is not None:
-        lost.append(f"a link leads to {strange[:40]}, which is no device that is named: not used")
+        lost.append(f"a link leads to {strange[:40]}, a device that is not named: not used")
     elif each.a == each.b:
         lost.append(f"a link leads from {each.a[:40]} to itself: not used")
     elif isinstance(each, Link) and each.kind not in LINK_KINDS:

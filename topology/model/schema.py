@@ -49,7 +49,7 @@ def from_json(text: str, file: str | None = None) -> list[Facts]:
     """
     document = load_json(text, file)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise TopologyError(f"this is no {FORMAT} document", 1, 1, file)
+        raise TopologyError(f"this is not a {FORMAT} document", 1, 1, file)
     version = document.get("version")
     if version != VERSION or isinstance(version, bool):
         raise TopologyError(
@@ -131,7 +131,7 @@ def _decoded(wanted: Any, value: Any, where: str, file: str | None) -> Any:
             return float(value)
     elif isinstance(value, wanted) and not (wanted is int and (isinstance(value, bool) or abs(value) >= LARGEST)):
         return value
-    raise TopologyError(f"{where} is {_short(value)}, wanted is {_name(wanted)}", 1, 1, file)
+    raise TopologyError(f"{where} is {_short(value)}, expected {_name(wanted)}", 1, 1, file)
 
 
 @cache  # resolving them takes longer than all the rest
@@ -171,7 +171,7 @@ def _check_ids(facts: Facts, where: str, file: str | None) -> None:
     ends += [end for each in facts.measurements for end in (each.a, each.b)]
     for end in ends:
         if end not in known:
-            raise TopologyError(f"{where} speaks of {end[:40]!r}, which is none of its devices", 1, 1, file)
+            raise TopologyError(f"{where} names {end[:40]!r}, which is not one of its devices", 1, 1, file)
 
 
 def _check_values(facts: Facts, where: str, file: str | None) -> None:

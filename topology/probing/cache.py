@@ -78,7 +78,7 @@ def _read(path: Path, mark: str) -> list[Facts]:
         text = file.read(MAX_CHARACTERS)
     first, newline, document = text.partition("\n")
     if not first.startswith(f"{WORD} ") or not newline:
-        raise TopologyError("it is no cache of ours")
+        raise TopologyError("it is not a cache of tokenring's")
     if first.split(" ")[1:3] != [str(VERSION), mark]:
         raise TopologyError("it is of another boot, machine, driver or version")
     if first + newline != _first_line(mark, document):

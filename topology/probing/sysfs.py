@@ -31,7 +31,7 @@ def read_sysfs(root: Path = ROOT) -> Facts:
     found = tuple(devices.values())
     notes: tuple[Note, ...] = ()
     if not any(device.kind == "accelerator" for device in found):
-        notes = (Note(f"the kernel shows {len(addresses)} PCI devices, none of them an accelerator that we know"),)
+        notes = (Note(f"the kernel shows {len(addresses)} PCI devices, none of them a known accelerator"),)
     return Facts("pcie", found, tuple(pcie_links(found, host_bridges=True)), notes=notes, origin=origin)
 
 

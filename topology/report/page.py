@@ -16,7 +16,7 @@ STYLE = """\
 :root { color-scheme: light dark }
 body { margin: 0; background: #ffffff; color: #22282f; font: 14px/1.45 Helvetica, Arial, sans-serif }
 main { max-width: 1120px; margin: 0 auto }
-main > svg { display: block; width: 100%; height: auto }
+.picture { overflow-x: auto } .picture > svg { display: block; width: 100%; height: auto }
 section { margin: 0 28px 28px; padding: 14px; border: 1px solid #dfe4e9; border-radius: 8px }
 pre, table { font: 12px/1.5 "DejaVu Sans Mono", Menlo, Consolas, monospace }
 pre { margin: 0 0 12px; white-space: pre-wrap; overflow-wrap: anywhere }
@@ -31,7 +31,10 @@ svg.chosen .link.near, svg.chosen .node.near { opacity: 1 }
   section, th, td { border-color: #2c333b }
   th { color: #9aa5b1 }
 }
-@media (max-width: 700px) { section { margin: 0 8px 16px; padding: 8px } }
+@media screen and (max-width: 700px) {
+  section { margin: 0 8px 16px; padding: 8px }
+  .picture > svg { min-width: 760px }
+}
 @media print {
   main { max-width: none }
   section { margin: 0; padding: 0; border: 0 }
@@ -78,7 +81,9 @@ def to_html(graph: Graph, verdict: Verdict) -> str:
 </head>
 <body>
 <main>
-{to_svg(graph, verdict)}<section>
+<div class="picture">
+{to_svg(graph, verdict)}</div>
+<section>
 {"".join(map(_block, blocks(graph, verdict)))}</section>
 </main>
 <script>

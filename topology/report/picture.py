@@ -26,7 +26,7 @@ from tokenring.topology.report.text import sentence
 
 # Sizes in SVG units, which viewers show as pixels.
 WIDTH, MARGIN, PAD, LINE = 1120, 28, 14, 18
-CHARACTER, LEGEND_CHARACTER = 6.7, 5.9  # mean width of a character of 12 units, generous; of long texts
+CHARACTER, LEGEND_CHARACTER = 6.7, 7.0  # width of a character of 12 units: the mean; in the widest font
 CHIP, CHIP_GAP, HEAD = 26, 8, 22
 BESIDE = 560  # wider circles have their boxes below, not beside
 MAX_NAME, MAX_INSIDE, MAX_HOST = 40, 8, 24
@@ -229,7 +229,7 @@ class _Picture:
         if node.device is not None:
             return _about(node.device)
         if node.key == "\0network":
-            return "a network that nobody has looked at"
+            return "a network that was not examined"
         return plain(node.key, MAX_NAME) if node.kind == "host" else "a switch that no source names"
 
     def _number(self, key: str) -> int:

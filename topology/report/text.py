@@ -31,7 +31,7 @@ SENTENCES = {
     "pcie-numa": "PCIe only, and some pairs pass between NUMA nodes",
     "pcie": "PCIe only; how far pairs are apart is not said",
     "multi-node": "several hosts",
-    "unknown": "how they are linked cannot be told from this",
+    "unknown": "this does not show how they are linked",
 }
 FAVOURS = {
     "single": "no communication: any schedule",

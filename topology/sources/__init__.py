@@ -101,7 +101,7 @@ def read(text: str, file: str | None = None, host: str | None = None) -> Facts:
     source = recognise(text)
     if source is None:
         known = ", ".join(each.name for each in REGISTRY)
-        raise TopologyError(f"this is no format that we know; we know {known}", file=file)
+        raise TopologyError(f"unknown format; the known ones are {known}", file=file)
     try:
         facts = facts_of(source, text)
     except TopologyError as error:

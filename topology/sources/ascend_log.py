@@ -64,7 +64,7 @@ def parse(text: str) -> Facts:
     for section in sections:
         _complete(section, devices)
     if not devices and not notes:
-        raise TopologyError("no command here says anything that we know", 1, 1)
+        raise TopologyError("no known command here", 1, 1)
     found = tuple(devices.values())
     return Facts("links" if coverage_links else "devices", found, tuple(links), notes=tuple(notes[:64]))
 

@@ -95,7 +95,7 @@ def _kinds(edge: dict[str, Any]) -> list[str]:
 def _end(document: Document, edge: dict[str, Any], key: str, peers: dict[int, str]) -> str:
     local = number(edge.get(key))
     if local is None or local not in peers:
-        raise document.fail(f"an edge whose {key!r} is none of the peers", key)
+        raise document.fail(f"an edge whose {key!r} is not one of the peers", key)
     return peers[local]
 
 

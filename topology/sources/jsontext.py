@@ -44,11 +44,11 @@ class Document:
     def objects(self, parent: dict[str, Any], key: str) -> list[dict[str, Any]]:
         """Return the objects listed under a key; none where there is no such key.
 
-        Those that an elision left empty are skipped. Raises TopologyError if it is no list of objects.
+        Those that an elision left empty are skipped. Raises TopologyError if it is not a list of objects.
         """
         value = parent.get(key, [])
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-            raise self.fail(f"{key!r} is no list of objects", key)
+            raise self.fail(f"{key!r} is not a list of objects", key)
         return [each for each in value if each]
 
 
@@ -91,7 +91,7 @@ def load(text: str) -> Document:
             raise TopologyError(f"broken JSON: {str(error)[:100]}", 1, 1) from None
     else:
         if not isinstance(root, dict):
-            raise TopologyError("wanted is a JSON object", 1, 1)
+            raise TopologyError("expected a JSON object", 1, 1)
         return Document(text, root)
     return _Reader(text).read()
 
@@ -129,7 +129,7 @@ class _Reader:
         if self.state != "end":
             raise self._error("the text ends before its object does", len(self.text))
         if not isinstance(self.root, dict):
-            raise self._error("wanted is a JSON object", 0)
+            raise self._error("expected a JSON object", 0)
         return Document(self.text, self.root, list(self.notes.values()))
 
     def _tokens(self) -> Iterable[re.Match[str]]:
@@ -145,7 +145,7 @@ class _Reader:
             if match.lastgroup != "skip":
                 yield match
             elif match[0].startswith("/"):
-                self._note("comments, which JSON has not", at)
+                self._note("comments, which JSON does not have", at)
             at = match.end()
 
     def _mark(self, token: str, at: int) -> None:

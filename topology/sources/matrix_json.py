@@ -27,17 +27,17 @@ def parse(text: str) -> Facts:
     """Parse devices and the labels of their pairs; `facts` become notes. Raises TopologyError."""
     document = load_json(text)
     if not isinstance(document, dict):
-        raise TopologyError("wanted is an object", 1, 1)
+        raise TopologyError("expected an object", 1, 1)
     ids, matrix = document.get("ids"), document.get("matrix")
     if not isinstance(ids, list) or not isinstance(matrix, list) or not ids or len(ids) != len(matrix):
-        raise TopologyError("wanted are ids, and a matrix of as many rows", 1, 1)
+        raise TopologyError("expected ids, and a matrix of as many rows", 1, 1)
     if len(ids) > MAX_DEVICES or not all(isinstance(each, str) and each.isascii() for each in ids):
-        raise TopologyError(f"wanted are ids that are words, {MAX_DEVICES} at most", 1, 1)
+        raise TopologyError(f"expected ids that are words, {MAX_DEVICES} at most", 1, 1)
     if len({*ids}) < len(ids):
         raise TopologyError("two ids are the same", 1, 1)
     for number, row in enumerate(matrix):
         if not isinstance(row, list) or len(row) != len(ids) or not all(isinstance(word, str) for word in row):
-            raise TopologyError(f"row {number} of the matrix is no list of {len(ids)} labels", 1, 1)
+            raise TopologyError(f"row {number} of the matrix is not a list of {len(ids)} labels", 1, 1)
     said = document.get("facts")
     words = [each[:300] for each in said if isinstance(each, str)][:20] if isinstance(said, list) else []
     hardware = document.get("hardware")

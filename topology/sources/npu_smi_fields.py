@@ -54,7 +54,7 @@ def parse(text: str) -> Facts:
     found = fields(text)
     notes = [Note(f"{name}: {value[:120]}", line) for name, (value, line) in found.items() if name in TOLD]
     if not notes:
-        raise TopologyError("no field that we know", 1, 1)
+        raise TopologyError("no known field", 1, 1)
     notes += _lanes(found)
     return Facts("devices", notes=tuple(notes))
 

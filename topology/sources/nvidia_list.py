@@ -62,7 +62,7 @@ def parse(text: str) -> Facts:
         notes.append(Note(f"{slices} MIG slices: parts of GPUs, not accelerators of their own"))
     kept = [device for device in devices if not DISPLAY.search(device.model or "")]
     if len(kept) < len(devices):
-        notes.append(Note(f"{len(devices) - len(kept)} card for a display, which is no accelerator"))
+        notes.append(Note(f"{len(devices) - len(kept)} card for a display, which is not an accelerator"))
     if len({device.id for device in kept}) < len(kept):
         raise TopologyError("a GPU is there twice", 1, 1)
     return Facts("devices", tuple(kept), notes=tuple(notes))
@@ -86,7 +86,7 @@ def _queried(lines: list[str]) -> list[Device]:
         row = dict(zip(header, (field.strip() for field in fields), strict=False))
         index = single_number(row.get("index"))
         if index is None:
-            raise TopologyError("wanted is a GPU's index first", number, 1)
+            raise TopologyError("expected a GPU's index first", number, 1)
         model, bus_id = row.get("name") or None, normal_bus_id(row.get("pci.bus_id") or "")
         devices.append(Device(f"GPU{index}", "accelerator", index, bus_id=bus_id, model=model, vendor="nvidia"))
     return devices

@@ -250,7 +250,7 @@ UNKNOWNS = (
 def page() -> str:
     """The table, as docs/ascend.md has it."""
     rows = [f"| `{each.key}` | {each.question} | {each.assumed} |" for each in UNKNOWNS]
-    return "\n".join(["| verdict | question | assumed until then |", "|---|---|---|", *rows]) + "\n"
+    return "\n".join(["| verdict | question | assumed until it is answered |", "|---|---|---|", *rows]) + "\n"
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ class TestSupports:
 @pytest.mark.parametrize("name", ["torch-flash", "torch-cudnn", "torch-efficient", "flash-attn", "flex"])
 def test_only_on_cuda(name: str) -> None:
     assert name in KERNELS
-    with pytest.raises(BackendUnavailable, match=rf"kernel '{name}' computes on the CUDA; the tensors are on cpu"):
+    with pytest.raises(BackendUnavailable, match=rf"kernel '{name}' takes CUDA tensors; these are on cpu"):
         make_kernel(name, torch.device("cpu"))
 
 

@@ -24,7 +24,7 @@ def test_auto_on_cuda_chooses() -> None:
     assert isinstance(made, Choosing) and made.name == "auto"
     assert made is registry.make_kernel("auto", torch.device("cuda")), "what it finds out, it says once"
     assert made.order == default_order((0, 0)), "no device here"
-    assert "computes on the CUDA" not in str(made.why_not("torch-flash", 64, torch.bfloat16))
+    assert "takes CUDA tensors" not in str(made.why_not("torch-flash", 64, torch.bfloat16))
 
 
 def test_nothing_is_imported_before_it_is_asked_for(run_python: Callable[[str], str]) -> None:

@@ -213,7 +213,7 @@ def test_not_without_its_operators() -> None:
 
 
 def test_only_on_an_npu() -> None:
-    with pytest.raises(BackendUnavailable, match="kernel 'npu-fusion' computes on the NPU; the tensors are on cpu"):
+    with pytest.raises(BackendUnavailable, match="kernel 'npu-fusion' takes NPU tensors; these are on cpu"):
         make_kernel("npu-fusion", torch.device("cpu"))
 
 

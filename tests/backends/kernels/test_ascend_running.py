@@ -96,7 +96,7 @@ def rounding(here: Here) -> str | None:
 
 def test_an_operator_that_rounds_is_not_used(npus: NpuPools) -> None:
     (text,) = npus(1)(rounding)
-    assert text is not None and "it is no merge in fp32" in text
+    assert text is not None and "it does not merge in fp32" in text
 
 
 def errors(here: Here) -> list[float]:

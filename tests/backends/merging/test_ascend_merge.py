@@ -260,7 +260,7 @@ def imprecise(here: Here, mutant: Callable[..., Any]) -> None:
         patched.setitem(operators.IMPLEMENTED, OPERATOR, mutant(operators.IMPLEMENTED[OPERATOR]))
         fresh("2.13.0")
         name, why = choice()
-        assert name == "torch" and "it is no merge in fp32" in why
+        assert name == "torch" and "it does not merge in fp32" in why
         with pytest.raises(AssertionError):
             check(merge_npu.make(), CASES[0], "npu")
     fresh("2.13.0")

@@ -194,7 +194,7 @@ def test_mutants_fail_over_a_softmax(rule: Rule) -> None:
 def test_the_trial_refuses(rule: Rule) -> None:
     assert trial(TorchMerger(), CPU, 16) is None
     reason = trial(Mutant(rule), CPU, 16)
-    assert reason is not None and "it is no merge in fp32" in reason
+    assert reason is not None and "it does not merge in fp32" in reason
 
 
 def test_the_trial_tells_precisions_apart() -> None:
@@ -223,7 +223,7 @@ class Fake(TorchMerger):
     ("made", "says"),
     [
         (Fake, None),
-        (lambda: Mutant(out_in_bf16), "no merge in fp32"),
+        (lambda: Mutant(out_in_bf16), "does not merge in fp32"),
         (lambda: SimpleNamespace(supports=lambda head_dim: f"not {head_dim}"), "not 64"),
         (lambda: 1 // 0, "by zero"),
     ],

@@ -79,7 +79,7 @@ def gather_queries(q: torch.Tensor, cp: ContextParallel) -> torch.Tensor:
     with Hearing(cp, q):
         cp.check_open()
         if not isinstance(q, torch.Tensor) or q.dim() != 3:
-            raise ConfigurationError(f"gather_queries wants a tensor q [B, H/P, D]; got {_shape(q)}")
+            raise ConfigurationError(f"gather_queries expects a tensor q [B, H/P, D]; got {_shape(q)}")
     if cp.world_size == 1:
         return q
     from tokenring.runtime.partials import Rows
@@ -105,7 +105,7 @@ def local_lengths(
     if at is None or not 0 <= at < cp.world_size:
         raise ConfigurationError(f"rank={rank!r}: the context has ranks 0 to {cp.world_size - 1}")
     if not isinstance(seq_lens, torch.Tensor) or seq_lens.is_floating_point():
-        raise ConfigurationError(f"local_lengths wants a tensor of integers; got {_shape(seq_lens)}")
+        raise ConfigurationError(f"local_lengths expects a tensor of integers; got {_shape(seq_lens)}")
     whole = seq_lens.div(size * cp.world_size, rounding_mode="floor")
     rest = seq_lens - whole * size * cp.world_size
     return whole * size + (rest - at * size).clamp(0, size)
@@ -177,10 +177,10 @@ class Hearing(refusing):
 def _check_partial(out: torch.Tensor, lse: torch.Tensor, cp: ContextParallel, home: str) -> None:
     cp.check_open()
     if not isinstance(out, torch.Tensor) or not isinstance(lse, torch.Tensor):
-        raise ConfigurationError(f"combine wants tensors out and lse; got {_shape(out)} and {_shape(lse)}")
+        raise ConfigurationError(f"combine expects tensors out and lse; got {_shape(out)} and {_shape(lse)}")
     if out.dim() != 3 or lse.shape != out.shape[:2] or lse.dtype != torch.float32 or lse.device != out.device:
         raise ConfigurationError(
-            f"combine wants out [B, H, D] and lse [B, H] in float32 on one device; got {_shape(out)} and {_shape(lse)}"
+            f"combine expects out [B, H, D] and lse [B, H], float32, on one device; got {_shape(out)} and {_shape(lse)}"
         )
     if home not in ("heads", "all"):
         raise ConfigurationError(f"q_home={home!r}: write 'heads' for this rank's part of the heads, or 'all'")

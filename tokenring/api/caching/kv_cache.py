@@ -146,13 +146,13 @@ class KVCache(CacheMemory, Standing):
         """Let row i of the batch go on with what row rows[i] has cached, as beam search does. rows: int64 [B]."""
         self._outside_a_step("reorder")
         if not isinstance(rows, torch.Tensor):
-            raise ConfigurationError(f"reorder wants a tensor of row numbers, int64; got a {type(rows).__name__}")
+            raise ConfigurationError(f"reorder expects a tensor of row numbers, int64; got a {type(rows).__name__}")
         if rows.shape != (self.batch,) or rows.dtype not in (torch.int64, torch.int32):
             raise ConfigurationError(
-                f"reorder wants {self.batch} row numbers, int64; got {list(rows.shape)} in {rows.dtype}"
+                f"reorder expects {self.batch} row numbers, int64; got {list(rows.shape)} in {rows.dtype}"
             )
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch:
-            raise ConfigurationError(f"reorder wants row numbers from 0 to {self.batch - 1}; got {rows.tolist()}")
+            raise ConfigurationError(f"reorder expects row numbers from 0 to {self.batch - 1}; got {rows.tolist()}")
         if rows.tolist() == list(range(self.batch)):
             return
         self.note(f"rows {rows.tolist()}")
@@ -188,7 +188,7 @@ class KVCache(CacheMemory, Standing):
 def _size(name: str, given: object) -> int:
     value = as_integer(given)
     if value is None or value < 1:
-        raise ConfigurationError(f"KVCache: {name}={given!r}; give an integer from 1 on")
+        raise ConfigurationError(f"KVCache: {name}={given!r}; give a positive integer")
     return value
 
 

@@ -60,7 +60,7 @@ class CacheMemory:
         found = None if starts is None else [as_integer(each) for each in _list(starts)]
         if found is not None and (len(found) != self.batch or any(each is None or each < 0 for each in found)):
             raise ConfigurationError(
-                f"starts={_list(starts)!r}: give the first token of each of the {self.batch} rows, integers from 0 on"
+                f"starts={_list(starts)!r}: give the first token of each of the {self.batch} rows, integers, 0 or more"
             )
         whole = found is None or not any(found)
         at = None if whole else torch.tensor(found, dtype=torch.int64, device=self.device)
@@ -185,4 +185,4 @@ def _list(given: object) -> list[object]:
     try:
         return given.reshape(-1).tolist() if isinstance(given, torch.Tensor) else list(given)  # type: ignore[call-overload]
     except TypeError:
-        raise ConfigurationError(f"starts={given!r}: give the first token of each row, integers from 0 on") from None
+        raise ConfigurationError(f"starts={given!r}: give the first token of each row, integers, 0 or more") from None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenring.cli.advise.engines import ENGINES, Choice, Engine, Job
-from tokenring.cli.advise.models import FULL_LAYER, KNOWN, ModelFacts, read_model
+from tokenring.cli.models import FULL_LAYER, KNOWN, ModelFacts, read_model
 from tokenring.cli.plan.options import Asked, ask
 from tokenring.cli.spelling import SIZES_TEXT, add_dtype, add_passes
 from tokenring.display.console import Console, Parser, read_options

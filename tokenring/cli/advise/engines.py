@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tokenring.cli.advise.models import ModelFacts
+from tokenring.cli.models import ModelFacts
 
 
 @dataclass(frozen=True)

@@ -56,18 +56,19 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="tokenring bench",
         description="Race schedules, torch's plain kernel in one process, and other libraries that are installed, "
-        "on the same inputs and in turns.",
-        epilog="Under torchrun, without --ranks, it runs on the processes at hand. docs/bench.md says how it measures.",
+        "on the same inputs, taking turns.",
+        epilog="Under torchrun, without --ranks, it runs on torchrun's processes. docs/bench.md says how it measures.",
     )
     add_call_options(parser)
     add = parser.add_argument
-    add("--rounds", type=int, default=11, metavar="N", help="rounds that count (11)")
+    add("--rounds", type=int, default=11, metavar="N", help="timed rounds (11)")
     add("--schedules", default="all", metavar="NAMES",
-        help="of ours, separated by commas; all: the best of each family that fits, and auto (all)")  # fmt: skip
+        help="tokenring's, separated by commas; all: the best of each family that fits, and auto (all)")  # fmt: skip
     add("--peers", default="auto", metavar="NAMES", help="other libraries, separated by commas; auto: all; none (auto)")
-    add("--layout", default="zigzag", metavar="NAME", help="of our schedules, also auto (zigzag); peers have their own")
-    add("--transport", default="auto", metavar="NAME", help="of our schedules (auto); peers use Gloo")
-    add("--pieces", type=int, metavar="N", help="parts of a chunk that our schedules move apart (their own choice)")
+    add("--layout", default="zigzag", metavar="NAME",
+        help="layout of tokenring's schedules, also auto (zigzag); peers have their own")  # fmt: skip
+    add("--transport", default="auto", metavar="NAME", help="transport of tokenring's schedules (auto); peers use Gloo")
+    add("--pieces", type=int, metavar="N", help="in how many parts each chunk moves (the schedule decides)")
     add_report_options(parser, "the report with every sample (docs/bench.md)", "the report")
     add_options(parser)
     return with_printed(parser.parse_args(argv))
@@ -96,7 +97,7 @@ def _schedules(text: str) -> list[str]:
     for name in names:
         if not is_known(name) and name != "auto":
             like = hint(family_of(name), ["all", "auto", *FAMILIES])
-            raise ConfigurationError(f"--schedules {text}: {name!r} is none of all, {forms()}, auto{like}")
+            raise ConfigurationError(f"--schedules {text}: {name!r} is not one of all, {forms()}, auto{like}")
         if name != "auto":
             parse(name)
     return names
@@ -110,5 +111,5 @@ def _names(option: str, text: str, words: Mapping[str, list[str]], known: list[s
     for name in names:
         if name not in known:
             listed = ", ".join([*words, *known])
-            raise ConfigurationError(f"{option} {text}: {name!r} is none of {listed}{hint(name, [*words, *known])}")
+            raise ConfigurationError(f"{option} {text}: {name!r} is not one of {listed}{hint(name, [*words, *known])}")
     return names

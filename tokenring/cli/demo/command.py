@@ -191,8 +191,8 @@ def _check(options: argparse.Namespace) -> None:
     layout = make_layout(options.layout, options.ranks, options.seq)
     if not layout.is_even:
         raise ConfigurationError(
-            f"--seq {options.seq}: the demo's loss is a mean over equal parts, into which layout {options.layout} does "
-            f"not cut so many tokens for {options.ranks} ranks; take a multiple of {len(layout.chunks)}"
+            f"--seq {options.seq}: the demo needs equal parts, and layout {options.layout} does not cut so many tokens "
+            f"into equal parts for {options.ranks} ranks; take a multiple of {len(layout.chunks)}"
         )
     check_suffix("--svg", options.output, ".svg")
     check_output("--svg", Path(options.output))

@@ -93,7 +93,7 @@ def _torch(found: Findings, answers: dict[str, Answer], environment: Mapping[str
     for part in ("accelerators", "choices"):
         if part not in answer.said:
             why = _why(answer, part, None)
-            found.problems.append(Problem("torch", f"its {part} cannot be told: {why.what}", why.advice))
+            found.problems.append(Problem("torch", f"its {part} is unknown: {why.what}", why.advice))
 
 
 def _torch_npu(found: Findings, answers: dict[str, Answer], environment: Mapping[str, str], seconds: float) -> None:
@@ -122,7 +122,7 @@ def _torch_npu(found: Findings, answers: dict[str, Answer], environment: Mapping
     for part in ("operators", "accelerators", "choices"):
         if imports and part not in answer.said:
             why = _why(answer, part, set_env)
-            found.problems.append(Problem("torch_npu", f"its {part} cannot be told: {why.what}", why.advice))
+            found.problems.append(Problem("torch_npu", f"its {part} is unknown: {why.what}", why.advice))
 
 
 def _autoload(answers: dict[str, Answer], environment: Mapping[str, str]) -> str:

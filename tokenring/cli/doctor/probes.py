@@ -175,10 +175,13 @@ def _kernels(device: Any) -> tuple[dict[str, str] | None, list[dict[str, str]]]:
     for each in KERNELS:
         if each == taken:
             continue
+        if (home := registry.HOMES.get(each, device.type)) != device.type:
+            others.append({"name": each, "why": f"for {home.upper()} tensors"})
+            continue
         try:
             registry.make_kernel(each, device)
             place = f"{places[each]}; " if each in places else ""
-            why = faults.get(each) or f"{place}can be asked for: ContextParallel(kernel={each!r})"
+            why = faults.get(each) or f"{place}available by name: ContextParallel(kernel={each!r})"
             others.append({"name": each, "why": why})
         except Exception as error:
             others.append({"name": each, "why": one_line(error)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from tokenring.cli.doctor.findings import DefaultChoice, Findings, OperatorFinding, Problem
 from tokenring.display.safe_text import plain, plain_lines
@@ -76,8 +77,9 @@ def _table(choices: Sequence[DefaultChoice]) -> list[str]:
             text = "none" if option is None else f"{option.name}: {option.why}"
             lines.append(f"  {each.device:<{WIDTH - 2}}{part:<{WIDTH}} {plain(text, MAX_CELL)}")
         for word, options in (("measured", each.measured), ("other", each.others)):
-            for option in options:
-                lines.append(f"  {'':<{WIDTH - 2}}{word:<{WIDTH}} {option.name}: {plain(option.why, MAX_CELL)}")
+            for why, alike in groupby(options, lambda option: option.why):  # one line for all that share a reason
+                names = ", ".join(option.name for option in alike)
+                lines.append(f"  {'':<{WIDTH - 2}}{word:<{WIDTH}} {names}: {plain(why, MAX_CELL)}")
     return lines
 
 

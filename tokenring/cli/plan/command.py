@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 
+from tokenring.cli.models import KNOWN, sizes_of
 from tokenring.cli.plan.cached import UNUSED, cached_call, cached_json, cached_report
 from tokenring.cli.plan.layouts import planned_in_layouts
 from tokenring.cli.plan.mask_picture import mask_svg
@@ -36,14 +37,18 @@ SUFFIXES = {"save": (".json",), "timeline": (".svg", ".json"), "svg": (".svg",),
 
 def main(argv: list[str]) -> int:
     """Plan, and print and write what the options ask for; return the exit code. Raises ConfigurationError."""
-    options = read_options(_parser().parse_args, argv)
+    parser = _parser()
+    options = read_options(parser.parse_args, argv)
     if isinstance(options, int):
         return options
+    if options.model is not None:  # its sizes are the defaults
+        parser.set_defaults(**sizes_of(options.model))
+        options = parser.parse_args(argv)
     for name, known in SUFFIXES.items():
         check_suffix(f"--{name}", getattr(options, name.replace("-", "_")), *known)
     console = Console(sys.stdout, sys.stderr, os.environ)
     if options.cached is not None:
-        given = _parser().parse_args(argv, argparse.Namespace(**dict.fromkeys(UNUSED)))
+        given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(UNUSED)))
         return _cached(options, given, console)
     if options.tokens != ONE_TOKEN:
         raise ConfigurationError(
@@ -142,7 +147,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="tokenring plan",
         description="Which attention schedule is fastest for a workload on a topology, and why.",
-        epilog=f"Presets: {', '.join(PRESETS)} (docs/presets.md). docs/planner.md describes the model.",
+        epilog=f"Presets: {', '.join(PRESETS)} (docs/presets.md). Models by name: {', '.join(KNOWN)}. docs/planner.md "
+        "describes how times are predicted.",
     )
     add = parser.add_argument
     add("--topology", metavar="TOPOLOGY", required=True,
@@ -150,6 +156,7 @@ def _parser() -> Parser:
     add("--seq", metavar="N", help=f"tokens of the whole sequence (128k), {SIZES_TEXT}")
     add("--cached", metavar="N", help="plan inference: new tokens over a KV cache of so many (docs/inference.md)")
     add("--tokens", default=ONE_TOKEN, metavar="N", help="new tokens over --cached (1: decode)")
+    add("--model", metavar="FILE", help="take heads, dimensions and mask of a config.json, or of a name (below)")
     add_heads(parser, 32, 128, "bf16")
     add_mask(parser, "causal")
     add("--layout", metavar="NAME", help="auto, contiguous, zigzag, striped, or finer: zigzag/2 (zigzag if causal)")

@@ -124,7 +124,7 @@ def _machine(options: argparse.Namespace, dtype: torch.dtype, known: Callable[[]
         if not 1 / MOST_TFLOPS <= options.tflops <= MOST_TFLOPS:
             span = f"from {1 / MOST_TFLOPS:g} to {MOST_TFLOPS:g}"
             raise ConfigurationError(f"--tflops {options.tflops}: give a rate above 0, {span}")
-        return _with_rates(known, constant(options.tflops, f"{options.tflops:g} TFLOP/s, as asked"))
+        return _with_rates(known, constant(options.tflops, f"{options.tflops:g} TFLOP/s, as given"))
     if options.device is not None:
         return machine_of_device(options.device, dtype)
     return known() if options.rates is None else _with_rates(known, _table(options))

@@ -47,7 +47,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
         prog="tokenring rates --transports",
         description="Measure messages between ranks over each transport among which transport='auto' chooses, and "
         "keep the table: it then takes the faster one, between as many ranks of such devices.",
-        epilog="Under torchrun, without --ranks, it runs on the processes at hand.",
+        epilog="Under torchrun, without --ranks, it runs on torchrun's processes.",
     )
     add = parser.add_argument
     add("--transports", action="store_true", help=argparse.SUPPRESS)

@@ -48,7 +48,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
         prog="tokenring topology --measure",
         description="Transfers between ranks: each pair alone and both ways, rounds of pairs, one to all; and what "
         "links, ports and uplinks follow from how they slow each other down.",
-        epilog="Under torchrun, without --ranks, it runs on the processes at hand.",
+        epilog="Under torchrun, without --ranks, it runs on torchrun's processes.",
     )
     add = parser.add_argument
     add("--measure", action="store_true", help=argparse.SUPPRESS)

@@ -49,14 +49,14 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="tokenring trace",
         description="Run a schedule on real ranks, and show what each of them did when.",
-        epilog="Under torchrun, without --ranks, it runs on the processes at hand. docs/trace.md says what is shown.",
+        epilog="Under torchrun, without --ranks, it runs on torchrun's processes. docs/trace.md says what is shown.",
     )
     add = parser.add_argument
     add("schedule", metavar="SCHEDULE", help="ring, tokenring, ..., auto, or auto:ring,tokenring")
     add_call_options(parser)
     add("--layout", default="zigzag", metavar="NAME", help="auto, contiguous, zigzag, striped, or zigzag/2 (zigzag)")
     add("--transport", default="auto", metavar="NAME", help="auto, or a transport's name (auto)")
-    add("--pieces", type=int, metavar="N", help="parts of a chunk that move apart (the schedule's own choice)")
+    add("--pieces", type=int, metavar="N", help="in how many parts each chunk moves (the schedule decides)")
     add("--rounds", type=int, default=5, metavar="N", help="calls to choose the one with the median time from (5)")
     also(parser, add("--svg", metavar="FILE", help="draw all ranks on one clock"), "--picture")
     add("--chrome", metavar="FILE", help="write a trace for Perfetto and chrome://tracing, as JSON")

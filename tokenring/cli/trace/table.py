@@ -13,6 +13,7 @@ from tokenring.display.console import Ink
 from tokenring.ir.schedule_data import PASSES, Pass
 
 FORMAT, VERSION = "tokenring-trace", 1
+NAMES = 10  # columns of the names of rows: two more than the longest, so that narrow terminals get them by themselves
 COLUMNS = {"compute": "compute", "post": "moves", "pack": "moves", "wait": "waits", "merge": "merges"}
 PARTS = ("compute", "moves", "waits", "merges", "other")
 LEGEND = (
@@ -97,7 +98,7 @@ def table(traced: Traced, ink: Ink) -> str:
         if of_pass := [each for each in everything if each.direction == direction]:
             lines += ["", *_Grid(direction, of_pass, traced, ink).lines()]
     if traced.case.backward:
-        lines += ["", *_Grid("both", everything, traced, ink).sums()]
+        lines += _Grid("both", everything, traced, ink).sums()  # below the last pass, in its columns
     notes = [LEGEND]
     if traced.machine.hosts == 1 and traced.ranks > traced.machine.cores:
         notes.append(
@@ -140,8 +141,8 @@ class _Grid:
     def lines(self) -> Iterator[str]:
         heads = "".join(f"{part:>7}" for part in (*PARTS, "total"))
         mean = f"mean of {count(self.ranks, 'rank')}, ms"
-        yield self.ink.bold(f"{self.name:8}{mean:>42}        {'slowest rank, ms':>42}{'own, µs':>18}")
-        yield self.ink.pale(f"{'step':<8}{heads}   rank {heads}{'mean':>9}{'most':>9}")
+        yield self.ink.bold(f"{self.name:<{NAMES}}{mean:>42}        {'slowest rank, ms':>42}{'own, µs':>18}")
+        yield self.ink.pale(f"{'step':<{NAMES}}{heads}   rank {heads}{'mean':>9}{'most':>9}")
         for step in sorted({each.step for each in self.some if each.step is not None}):
             yield self._line(str(step), [each for each in self.some if each.step == step])
         yield self._line("ends", [each for each in self.some if each.step is None])
@@ -151,14 +152,14 @@ class _Grid:
         of_ranks = [_sum([each for each in self.some if each.rank == rank]) for rank in range(self.ranks)]
         yield self.ink.bold(self._line("sum" if self.name != "both" else "both", of_ranks))
         left, right = ("".join(f"{share:>7.1%}" for share in _shares(side)) for side in self._sides(of_ranks))
-        yield f"{'share':<8}{left}        {right}"
+        yield f"{'share':<{NAMES}}{left}        {right}"
 
     def _line(self, name: str, at_ranks: Sequence[Spent]) -> str:
         """Return the line of one step; ranks that have no such step count as 0 in the mean."""
         left, right = ("".join(f"{1e3 * each:>7.{self.digits}f}" for each in side) for side in self._sides(at_ranks))
         own = [each.own for each in at_ranks]
         rank = _slowest(at_ranks).rank
-        return f"{name:<8}{left}   {rank:>4} {right}{1e6 * sum(own) / self.ranks:>9,.0f}{1e6 * max(own):>9,.0f}"
+        return f"{name:<{NAMES}}{left}   {rank:>4} {right}{1e6 * sum(own) / self.ranks:>9,.0f}{1e6 * max(own):>9,.0f}"
 
     def _sides(self, at_ranks: Sequence[Spent]) -> tuple[list[float], list[float]]:
         """Return the mean over ranks and the slowest rank's seconds: each part, and the total."""

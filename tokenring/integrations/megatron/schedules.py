@@ -31,7 +31,7 @@ def schedule_of_layer(cp_comm_type: Any, schedule: str, config: Any) -> str:
     except ConfigurationError as error:
         known = ", ".join(["p2p", *OF_MEGATRON, A2A_P2P])
         raise ConfigurationError(
-            f"cp_comm_type {cp_comm_type!r} is none of Megatron's ({known}), and as one of ours: {error}"
+            f"cp_comm_type {cp_comm_type!r} is not one of Megatron's ({known}), and as a name of tokenring's: {error}"
         ) from None
     return name
 

@@ -48,7 +48,7 @@ class LastMask:
         if not isinstance(given, torch.Tensor) or tuple(given.shape[-2:]) != (length, length):
             found = f"one of {tuple(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
             raise UnsupportedError(
-                f"--attention-mask-type general wants a mask [..., {length}, {length}] of the whole sequence on each "
+                f"--attention-mask-type general expects a mask [..., {length}, {length}] of the whole sequence on each "
                 f"rank, and got {found}: use --context-parallel-algo ulysses_cp_algo, or causal masks"
             )
         key = (id(given), None if given.is_inference() else given._version)

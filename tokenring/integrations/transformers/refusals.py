@@ -22,7 +22,7 @@ HARMLESS = frozenset((
 BY_LENGTH = ("longrope", "dynamic")  # types of rotary embeddings with other frequencies beyond the original length
 WHY = {
     "output_attentions": "no rank has the weights of all tokens",
-    "output_router_logits": "the loss that balances experts is no sum over tokens; set it to False",
+    "output_router_logits": "the loss that balances experts is not a sum over tokens; set it to False",
     "past_key_values": "a cache holds the tokens of all ranks; for generation take "
     "tokenring.integrations.transformers.serving",
 }

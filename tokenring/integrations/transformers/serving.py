@@ -54,7 +54,7 @@ def serve_with_tokenring(
     check_context(cp)
     for name, value in (("page", page), ("chunk", chunk), ("shard_from", shard_from)):
         if (value is not None or name == "page") and (as_integer(value) or 0) < 1:
-            raise ConfigurationError(f"serve_with_tokenring: {name}={value!r}; give an integer from 1 on")
+            raise ConfigurationError(f"serve_with_tokenring: {name}={value!r}; give a positive integer")
     least = None if shard_from is None else max(shard_from, _unit(cp))
     if chunk is not None and least is not None and chunk < least:
         raise ConfigurationError(

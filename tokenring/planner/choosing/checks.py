@@ -14,7 +14,7 @@ def check_topology(given: object, world_size: int, tensor_parallel: object = 1) 
     groups = as_integer(tensor_parallel) or 0
     if groups < 1:
         raise ConfigurationError(
-            f"tensor_parallel={tensor_parallel!r}: give how many ranks share the heads, an integer from 1 on"
+            f"tensor_parallel={tensor_parallel!r}: give how many ranks share the heads, a positive integer"
         )
     if given is None:
         return
@@ -32,6 +32,6 @@ def check_topology(given: object, world_size: int, tensor_parallel: object = 1) 
 
 
 def check_memory_limit(given: object) -> None:
-    """Raise ConfigurationError unless a memory limit in bytes is an integer from 1 on, or None."""
+    """Raise ConfigurationError unless a memory limit in bytes is a positive integer, or None."""
     if given is not None and (as_integer(given) or 0) < 1:
-        raise ConfigurationError(f"memory_limit_bytes={given!r}: give an integer from 1 on, or None for no limit")
+        raise ConfigurationError(f"memory_limit_bytes={given!r}: give a positive integer, or None for no limit")

@@ -69,9 +69,9 @@ class Plan:
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:  # broken JSON, or a number of thousands of digits
-            raise ConfigurationError(f"this is no plan: {error}") from None
+            raise ConfigurationError(f"this is not a plan: {error}") from None
         if not isinstance(found, dict) or found.get("format") not in READ:
-            raise ConfigurationError("this is no plan: write one with Plan.save or `tokenring plan --json`")
+            raise ConfigurationError("this is not a plan: write one with Plan.save or `tokenring plan --json`")
         if found.get("version") != VERSION:
             raise ConfigurationError(
                 f"the plan has version {found.get('version')!r}, this reads version {VERSION}: plan again"

@@ -204,5 +204,5 @@ def device_figures(name: str) -> DeviceFigures:
     """Return the figures of a device by its name. Raises ConfigurationError for an unknown name."""
     if name not in DEVICES:
         known = ", ".join(DEVICES)
-        raise ConfigurationError(f"no figures of device {name[:40]!r}; there are those of {known}{hint(name, DEVICES)}")
+        raise ConfigurationError(f"unknown device {name[:40]!r}; choose one of {known}{hint(name, DEVICES)}")
     return DEVICES[name]

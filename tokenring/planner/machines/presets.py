@@ -311,7 +311,7 @@ def find(name: str) -> tuple[Preset, int]:
     found = PRESETS.get(match[1].strip()) if match else None
     if match is None or found is None:
         raise ConfigurationError(
-            f"no preset {name[:60]!r}; there are {', '.join(PRESETS)}, and NAME*4 for four of them over their NICs"
+            f"unknown preset {name[:60]!r}; choose one of {', '.join(PRESETS)}, or NAME*4 for four over their NICs"
             f"{like(name, PREFIX if name.startswith(PREFIX) else '')}"
         )
     hosts = int(match[2] or 1)

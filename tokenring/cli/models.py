@@ -89,6 +89,13 @@ def read_model(text: str) -> ModelFacts:
     return facts_of(config, path.parent.name or path.name)
 
 
+def sizes_of(text: str) -> dict[str, int | str]:
+    """Return options of commands that plan one call of a model's full attention. Raises ConfigurationError."""
+    found = read_model(text)
+    sizes: dict[str, int | str] = {"heads": found.heads, "kv_heads": found.kv_heads, "dim": found.head_dim}
+    return sizes | {"value_dim": found.value_dim, "mask": found.mask_of(FULL_LAYER)}
+
+
 def facts_of(config: Mapping[str, Any], name: str) -> ModelFacts:
     """Return the facts of a config of transformers, or of a diffusers transformer. Raises ConfigurationError."""
     if "attention_head_dim" in config:
