@@ -37,7 +37,7 @@ from tokenring.schedule.size_limits import MADE_RANKS
 from tokenring.tables.kept_files import BEGUN, folder_of_plans, write_whole
 
 LOG = logging.getLogger("tokenring")
-FORMAT = "tokenring-kept-plan"
+FORMAT, VERSION = "tokenring-kept-plan", 1
 MOST_FILES, MOST_BYTES = 1000, 1 << 20  # in the folder; of one file
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -90,7 +90,7 @@ def path_of(call: CallToPlan, environment: Mapping[str, str]) -> Path | None:
 
 def digest(call: CallToPlan) -> str:
     """Return a digest of all that the plan for a call depends on. Raises Unknown where it cannot be told."""
-    parts = [FORMAT, __version__, torch.__version__, _sources(), _families(), _plain(call, {})]
+    parts = [FORMAT, VERSION, __version__, torch.__version__, _sources(), _families(), _plain(call, {})]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -179,7 +179,7 @@ def _keep(path: Path, plan: Plan, order: tuple[int, ...] | None) -> None:
     """
     kept = KeptPlan(plan.name, order, plan.reason, tuple(asdict(each) for each in plan.candidates), plan.transport)
     try:
-        write_whole(path, json.dumps({"format": FORMAT, "file": path.name, "plan": asdict(kept)}))
+        write_whole(path, json.dumps({"format": FORMAT, "version": VERSION, "file": path.name, "plan": asdict(kept)}))
         _remove_oldest(path.parent)
     except OSError as error:
         LOG.debug("plan not kept in %s: %s", path.parent, error)
@@ -206,7 +206,7 @@ def _read(path: Path, call: CallToPlan) -> Plan | None:
         document = json.loads(_text(path))
         found = document["plan"]
         order = None if found["order"] is None else tuple(map(int, found["order"]))
-        usable = (document["format"], document["file"]) == (FORMAT, path.name)
+        usable = [document[name] for name in ("format", "version", "file")] == [FORMAT, VERSION, path.name]
         if not usable or order != order_of(call.setting.interconnect):
             return None
         candidates = tuple(map(candidate_of, found["candidates"]))
