@@ -18,7 +18,7 @@ LOWERED = ("early_receives", "collectives", "bundle_bytes", "ahead_bytes")  # th
 
 @dataclass(frozen=True)
 class Target:
-    """The abilities of a transport; each flag is off where nothing is said.
+    """The abilities of a transport; but for early_receives and channels each flag is off where nothing is said.
 
     Read by the lowering (LOWERED), so that they decide what programs are:
 
