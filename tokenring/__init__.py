@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenring.api.capture import CapturedAttention, capture
     from tokenring.api.collectives import all_gather, all_reduce, reduce_scatter
     from tokenring.api.context import ContextParallel
+    from tokenring.api.layout_choice import choose_layout
     from tokenring.api.linear import column_linear, row_linear
     from tokenring.api.sharding import positions, shard, unshard
     from tokenring.api.tensor_parallel import TensorParallel
@@ -94,6 +95,7 @@ __all__ = [
     "attention",
     "cached_attention",
     "capture",
+    "choose_layout",
     "column_linear",
     "combine",
     "gather_queries",
@@ -118,6 +120,7 @@ _MODULES = {
     "api.capture": "CapturedAttention capture",
     "api.collectives": "all_gather all_reduce reduce_scatter",
     "api.context": "ContextParallel",
+    "api.layout_choice": "choose_layout",
     "api.linear": "column_linear row_linear",
     "api.sharding": "positions shard unshard",
     "api.tensor_parallel": "TensorParallel",
