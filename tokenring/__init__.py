@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tokenring.api.context import ContextParallel
     from tokenring.api.latents import latent_attention
     from tokenring.api.linear import column_linear, row_linear
-    from tokenring.api.sharding import positions, shard, unshard
+    from tokenring.api.sharding import choose_layout, positions, shard, unshard
     from tokenring.api.tensor_parallel import TensorParallel
     from tokenring.errors import (
         BackendUnavailable,
@@ -95,6 +95,7 @@ __all__ = [
     "attention",
     "cached_attention",
     "capture",
+    "choose_layout",
     "column_linear",
     "combine",
     "gather_queries",
@@ -122,7 +123,7 @@ _MODULES = {
     "api.context": "ContextParallel",
     "api.latents": "latent_attention",
     "api.linear": "column_linear row_linear",
-    "api.sharding": "positions shard unshard",
+    "api.sharding": "choose_layout positions shard unshard",
     "api.tensor_parallel": "TensorParallel",
     "errors": "BackendUnavailable ConfigurationError PeerLost ScheduleError TokenRingError "
     "TokenRingWarning TopologyError UnsupportedError",

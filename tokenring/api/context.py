@@ -84,7 +84,7 @@ class ContextParallel(Standing):
 
     _internal = frozenset((
         "active_trace", "agreed_plan", "agreed_sizes", "check_open", "closed", "cuts", "executor", "handle", "kernel",
-        "layout_for", "lengths", "made_transport", "plan", "pool", "speaker", "transport_for", "turn",
+        "layout_for", "lengths", "made_transport", "plan", "plans", "pool", "speaker", "transport_for", "turn",
     ))  # fmt: skip
 
     def __init__(
@@ -272,7 +272,7 @@ class ContextParallel(Standing):
         if speaker is not self._transport and self._transport_name(request.device) not in self._made_here:
             settle(speaker)  # all have come to tensors on another device
         transport = self._spoken = self.transport_for(request.device, request.workload) or speaker
-        if self._plans and request not in self._agreed:
+        if self.plans and request not in self._agreed:
             settle(transport)
             self._plan_together(transport, request)
         return transport
@@ -326,7 +326,7 @@ class ContextParallel(Standing):
 
     def _make_plan(self, request: Request) -> Plan | GivenSchedule:
         layouts, modes = self._layouts(request), registry.modes_of(self._transport, self._group, request.device)
-        if self._plans:
+        if self.plans:
             from tokenring.api.given_schedules import planned
 
             transport = self.transport_for(request.device, request.workload)
@@ -347,7 +347,7 @@ class ContextParallel(Standing):
         return within_connections(found, self._transport, self._group, request.device)
 
     @property
-    def _plans(self) -> bool:
+    def plans(self) -> bool:
         """True if the schedule is chosen here."""
         return isinstance(self.schedule, str) and self.schedule.partition(":")[0] == "auto"
 
@@ -393,4 +393,4 @@ class ContextParallel(Standing):
 
     def _describe(self, request: Request, direction: Pass, *notes: str) -> Description:
         schedule = schedule_text(self.schedule, lambda: self._taken(request).schedule)
-        return describe(self, request, direction, schedule, self._plans, notes)
+        return describe(self, request, direction, schedule, self.plans, notes)

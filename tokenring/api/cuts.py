@@ -33,6 +33,7 @@ class Cuts:
     ) -> None:
         self._world_size, self._topology, self._tensor_parallel = world_size, topology, tensor_parallel
         self._compiled: dict[int, Layout] = {}
+        self.chosen: dict[Hashable, str] = {}  # names of layouts by what calls were chosen for: see `choose_layout`
         self._given_out: dict[int, None] = {}  # hashes of layouts and of masks, the oldest first
 
     def of(self, length: int, mask: Mask | None) -> Layout:

@@ -19,8 +19,28 @@ from tokenring.runtime.agreement import REFUSED, Disagreement, named_digest, ref
 from tokenring.sequence.layout import AUTO, Layout, as_integer, split_order
 from tokenring.sequence.mask_data import Mask
 from tokenring.sequence.mask_words import MaskLike, mask_of
+from tokenring.sequence.workload import Workload
 
 CACHED_INDICES = 64  # each for one layout, rank and device: 8 bytes for each position
+
+
+def choose_layout(
+    cp: ContextParallel, size: Workload, mask: MaskLike = None, device: torch.device | str = "cpu",
+    *, training: bool | None = None,
+) -> Layout:  # fmt: skip
+    """Return the layout in which the fastest schedule of a call is fastest: zigzag, contiguous or that of "auto".
+
+    size: of the call over all ranks, q and kv equally long. mask: that of the attention. device: of the tensors.
+    training: whether a backward pass follows; None: if gradients are enabled. All ranks call it together; give what it
+    returns as `layout` to shard, positions, attention and unshard. Each layout is planned by simulation, on rank 0, and
+    the plan of the chosen one is that of the call. Packs of one shape are planned once: for a later one nothing is
+    exchanged. With a named schedule there is nothing to choose by, and it returns the layout of "auto".
+
+    Raises ConfigurationError, on all ranks, where no schedule fits or the ranks ask for different calls.
+    """
+    from tokenring.api.layout_choice import chosen_layout
+
+    return chosen_layout(cp, size, mask, device, training)
 
 
 def shard(
