@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 from itertools import product
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from oracle import cached64
 from ranks import Here, RankPools
 from test_kv_cache import SIZES
 
@@ -57,22 +57,9 @@ def given(case: Homed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def right(case: Homed) -> tuple[torch.Tensor, torch.Tensor]:
     """out [B, T, H, D] and lse [B, H, T] in float64."""
-    q, k, v = (x.double() for x in given(case))
-    k, v = (x.repeat_interleave(case.heads // case.kv_heads, dim=2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(DIM)
-    q_at = torch.arange(case.cached, case.cached + case.new)[:, None]
-    if case.reads:
-        q_at = torch.full_like(q_at, case.cached)
-    kv_at = torch.arange(case.length)[None]
-    seen = (kv_at <= q_at)[None].repeat(case.batch, 1, 1)
-    if case.window is not None:
-        seen &= kv_at > q_at - case.window
-    if case.starts is not None:
-        seen &= kv_at >= torch.tensor(case.starts)[:, None, None]
-    scores = scores.masked_fill(~seen[:, None], -math.inf)
-    lse = torch.logsumexp(scores, -1)
-    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
-    return torch.einsum("bhqk,bkhd->bqhd", weights, v), lse
+    q, k, v = given(case)
+    q_at = torch.arange(case.cached, case.cached + case.new)
+    return cached64(q, k, v, torch.full_like(q_at, case.cached) if case.reads else q_at, case.window, case.starts)
 
 
 def run_homed(here: Here, case: Homed) -> tuple[torch.Tensor, torch.Tensor, int]:

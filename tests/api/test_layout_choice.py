@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from exchanged import counted_texts
 from oracle import allowed, attention64, relative_error
 from ranks import Here, RankPools
 
@@ -40,20 +41,11 @@ class Choice(NamedTuple):
 def choices(here: Here, schedule: str, heads: int, gbs: float) -> list[Choice]:
     """For packs of one shape, one after another."""
     cp = here.cp(schedule=schedule, layout="auto", topology=full_mesh(here.world_size, gbs))
-    exchanged: list[str] = []
-    assert cp.transport is not None
-    told = cp.transport.exchange_text
-
-    def counted(text: bytes, what: str) -> list[bytes]:
-        exchanged.append(what)
-        return told(text, what)
-
-    cp.transport.exchange_text = counted  # type: ignore[method-assign]
     found = []
     torch.manual_seed(3)
     q, dout = torch.randn(1, LENGTH, heads, DIM), torch.randn(1, LENGTH, heads, DIM)
     size = tr.Workload(1, LENGTH, LENGTH, heads, heads, DIM)
-    try:
+    with counted_texts(cp) as exchanged:
         for mask in ALIKE:
             exchanged.clear()
             layout = tr.choose_layout(cp, size, mask)
@@ -76,8 +68,6 @@ def choices(here: Here, schedule: str, heads: int, gbs: float) -> list[Choice]:
                 best = tr.plan(one, one, one, cp, mask, layout=each).candidates[0]
                 by_hand[each.name] = best.predicted_seconds or 0.0
             found.append(Choice(layout.name, first, later, error, by_hand))
-    finally:
-        del cp.transport.exchange_text
     return found
 
 

@@ -154,6 +154,37 @@ def test_a_compiled_mlp_with_inductor(ranks: RankPools, tmp_path: Path) -> None:
     check_trained(ranks(2).within(280.0, trained, str(tmp_path), True, True), 2, True)
 
 
+def behind(here: Here, folder: str) -> tuple[float, int]:
+    """The error of a product whose weight is made behind the all-gather in the graph, and the bytes that we sent."""
+    from torch.distributed._functional_collectives import all_gather_tensor
+
+    os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder, TRITON_CACHE_DIR=folder)
+    group, transport = dist.group.WORLD, here.base.transport
+    assert group is not None and transport is not None
+    torch.manual_seed(0)
+    x, w = torch.randn(TOKENS * here.world_size, WIDTH), torch.randn(WIDTH, FEATURES)
+
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        whole = all_gather_tensor(x, 0, group)
+        made: torch.Tensor = whole @ torch.relu(w).mul(2.0)
+        return made
+
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # what torch says of its own parts
+        torch._dynamo.reset()
+        with tr.TensorParallel(transport=transport) as tp, async_tensor_parallel(tp):
+            transport.sent_bytes.clear()
+            made = torch.compile(layer, backend=passes_alone, fullgraph=True)(x.chunk(here.world_size)[here.rank], w)
+            sent = sum(transport.sent_bytes.values())
+        torch._dynamo.reset()
+    return relative_error(made, x.double() @ torch.relu(w).double().mul(2.0)), sent
+
+
+def test_what_a_product_needs_may_come_behind_the_rows(ranks: RankPools, tmp_path: Path) -> None:
+    for error, sent in ranks(2).within(CALL_SECONDS, behind, str(tmp_path)):
+        assert error <= 1e-6 and sent == TOKENS * WIDTH * 4
+
+
 # ---------- the operators
 
 

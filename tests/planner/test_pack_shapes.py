@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from exchanged import counted_texts
 from oracle import allowed, attention64, relative_error
 from ranks import Here, RankPools
 
@@ -43,16 +44,7 @@ def reasons(here: Here) -> list[tuple[str, float, int]]:
     cp, found = here.cp(schedule="auto", layout="contiguous"), []
     torch.manual_seed(2)
     q, dout = torch.randn(1, LENGTH, 4, 16), torch.randn(1, LENGTH, 4, 16)
-    exchanged: list[str] = []
-    assert cp.transport is not None
-    told = cp.transport.exchange_text
-
-    def counted(text: bytes, what: str) -> list[bytes]:
-        exchanged.append(what)
-        return told(text, what)
-
-    cp.transport.exchange_text = counted  # type: ignore[method-assign]
-    try:
+    with counted_texts(cp) as exchanged:
         for mask in (*ALIKE, LONGER, *ALIKE):
             exchanged.clear()
             want = attention64(q, q, q, dout, allowed(mask, LENGTH, LENGTH))
@@ -60,8 +52,6 @@ def reasons(here: Here) -> list[tuple[str, float, int]]:
             out = tr.attention(part, part, part, cp, mask=mask)
             error = relative_error(out, tr.shard(want.out, cp))
             found.append((tr.plan(part, part, part, cp, mask).reason, error, exchanged.count("the plan")))
-    finally:
-        del cp.transport.exchange_text
     return found
 
 

@@ -12,7 +12,18 @@ from program_mutants import drop, edit
 from programs import lower_all
 
 from tokenring.errors import ScheduleError
-from tokenring.ir.operators import COLUMN, COLUMN_DW, COLUMN_DX, GATHER, OPERATORS, REDUCE, ROW, ROW_DC, ROW_DW
+from tokenring.ir.operators import (
+    COLUMN,
+    COLUMN_DW,
+    COLUMN_DX,
+    COLUMN_X,
+    GATHER,
+    OPERATORS,
+    REDUCE,
+    ROW,
+    ROW_DC,
+    ROW_DW,
+)
 from tokenring.ir.schedule_data import ATTENTION, PASSES, Pass, TileOperator
 from tokenring.lowering.pair_box import pair_box
 from tokenring.lowering.program import NOTHING, Merge, Multiply, Pack, Program, Send
@@ -43,6 +54,14 @@ def made(name: str, operator: TileOperator, ranks: int = 4, rows: int = 8, colum
 @pytest.mark.parametrize("name", NAMES)
 def test_proved(name: str, operator: TileOperator) -> None:
     made(name, operator).verify()
+
+
+@pytest.mark.parametrize("name", ("direct-q/pieces4", "tokenring", "ring", "tiles/2x2"))
+def test_a_layer_that_keeps_rows_is_proved(name: str) -> None:
+    """It moves what a column layer does, and no more."""
+    kept, size = made(name, COLUMN_X).verify(), Workload(1, 32, 32, 1, 1, 16)
+    assert Schedule.parse(str(kept)) == kept == Schedule.from_json(kept.to_json())
+    assert kept.link_bytes(size, "forward") == made(name, COLUMN).link_bytes(size, "forward")
 
 
 TARGETS = (

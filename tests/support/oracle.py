@@ -55,6 +55,29 @@ def allowed(mask: Mask, q_length: int, kv_length: int) -> torch.Tensor:
     return visible
 
 
+def cached64(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_at: torch.Tensor,
+    window: int | None = None, starts: tuple[int, ...] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out [B, T, Hq, Dv] and lse [B, Hq, T] in float64 of rows at positions q_at [T], which see kv up to their own.
+
+    window: how many of these at most. starts: the first position of each batch entry, before which there is padding.
+    """
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+    q_at, kv_at = q_at[:, None], torch.arange(k.shape[1])[None]
+    seen = (kv_at <= q_at)[None].repeat(q.shape[0], 1, 1)
+    if window is not None:
+        seen &= kv_at > q_at - window
+    if starts is not None:
+        seen &= kv_at >= torch.tensor(starts)[:, None, None]
+    scores = scores.masked_fill(~seen[:, None], -math.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v), lse
+
+
 def attention64(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -88,14 +88,10 @@ class AttentionFunction(torch.autograd.Function):
         """Return out [B, T, Hq, D] in q's dtype and lse [B, Hq, T] fp32; save what backward needs."""
         with cp.turn:
             with refusing(cp, "forward", q):
-                q, k, v = (_rows_packed(x) for x in (q, k, v))
+                q, k, v = (rows_packed(x) for x in (q, k, v))
             out, lse, kept = forward_pass(cp, request, q, k, v, sinks)
-        given = out.data, lse.data  # of which autograd counts changes in place apart from those of what is saved
-        ctx.save_for_backward(q, k, v, sinks, out, lse, kept)
         ctx.cp, ctx.request = cp, request
-        ctx.changes = Changes(*given) if any(ctx.needs_input_grad) else None
-        ctx.set_materialize_grads(False)
-        return given
+        return saved_for_backward(ctx, q, k, v, sinks, out, lse, kept)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -105,10 +101,7 @@ class AttentionFunction(torch.autograd.Function):
         with refusing(cp, "backward", dout, dlse):
             if dout is None and dlse is None:
                 return (None,) * 6
-            for each in (dout, dlse):
-                if each is not None:
-                    refuse_batched(each)
-                    check_tensor("the backward of attention", each)
+            check_gradients("attention", dout, dlse)
             q, k, v, sinks, *made = ctx.saved_tensors  # may compute them anew, by calls of its own
             dout = torch.zeros_like(made[0]) if dout is None else dout
         wanted = sinks is not None and ctx.needs_input_grad[3]
@@ -128,6 +121,28 @@ class AttentionFunction(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
         """Raise UnsupportedError: forward mode is not computed here."""
         raise UnsupportedError(FORWARD_MODE)
+
+
+def saved_for_backward(ctx: Any, *saved: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Save what backward needs, and return out and lse as the caller gets them.
+
+    saved: inputs, then what forward made: out, lse and the bytes that were kept, if any.
+    """
+    *_, out, lse, _ = saved
+    assert out is not None and lse is not None
+    given = out.data, lse.data  # of which autograd counts changes in place apart from those of what is saved
+    ctx.save_for_backward(*saved)
+    ctx.changes = Changes(*given) if any(ctx.needs_input_grad) else None
+    ctx.set_materialize_grads(False)
+    return given
+
+
+def check_gradients(name: str, *grads: torch.Tensor | None) -> None:
+    """Raise UnsupportedError or ConfigurationError for gradients that the backward pass of a function cannot take."""
+    for each in grads:
+        if each is not None:
+            refuse_batched(each)
+            check_tensor(f"the backward of {name}", each)
 
 
 def forward_pass(
@@ -185,7 +200,7 @@ def run_forward(
     """
     with beginning(executor.transport):
         kept = executor.views.new_kept(q.device)
-        own = {"q": _rows_packed(q), "k": _rows_packed(k), "v": _rows_packed(v)}
+        own = {"q": rows_packed(q), "k": rows_packed(k), "v": rows_packed(v)}
         kernel_of = None if expansion is None else _expanding(expansion)
         call = ActiveCall(own, executor.views.kept_slots_in(kept), kernel_of=kernel_of)
     with torch.autocast(q.device.type, enabled=False):  # kernels and merges choose their precision themselves
@@ -218,7 +233,7 @@ def run_backward(
     with beginning(executor.transport):
         own = {"q": q, "k": k, "v": v, "dout": dout}
         preparing = None if lse_gradient else executor.preparing
-        given = OwnTensors({name: _rows_packed(x) for name, x in own.items()}, out=out)
+        given = OwnTensors({name: rows_packed(x) for name, x in own.items()}, out=out)
         given.rows_lse, given.preparing = lse, preparing
         if dlse is not None:
             given["dlse"] = dlse
@@ -259,7 +274,7 @@ class OwnTensors(dict[str, torch.Tensor]):
         return self[name]
 
 
-def _rows_packed(x: torch.Tensor) -> torch.Tensor:
+def rows_packed(x: torch.Tensor) -> torch.Tensor:
     """Return x, or a copy with the elements of each row side by side and their signs resolved, as kernels need them."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x.resolve_neg() if x.is_neg() else x

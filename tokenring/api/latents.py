@@ -10,13 +10,13 @@ import torch
 from tokenring.api.attention import attend
 from tokenring.api.autograd import (
     FORWARD_MODE,
-    Changes,
-    _rows_packed,
     backward_pass,
+    check_gradients,
     first,
     forward_pass,
-    refuse_batched,
     refuse_transforms,
+    rows_packed,
+    saved_for_backward,
 )
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import call_inputs, check_context, check_tensor, request_of, with_lengths
@@ -95,19 +95,19 @@ def latent_attention(
         k, v = (x.transpose(1, 2) for x in made)
         out, lse = attend(q, k, v, cp, mask, scale, training, is_causal)
     else:
-        out, lse = with_lengths(cp, lambda: _attend(*operands, cp, mask, scale, training, is_causal))
+        out, lse = with_lengths(cp, lambda: _attend(*operands, value_dim, cp, mask, scale, training, is_causal))
     return (out, lse) if return_lse else out
 
 
 def _attend(
-    q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, weight: torch.Tensor, cp: ContextParallel,
-    mask: MaskLike, scale: float | None, training: bool, is_causal: bool | None,
+    q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, weight: torch.Tensor, value_dim: int,
+    cp: ContextParallel, mask: MaskLike, scale: float | None, training: bool, is_causal: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return out and lse of a call in which latents travel."""
     with refusing(cp, "forward", q, latent, rope, weight):
         q, both, of_heads = call_inputs(q, torch.cat([latent, rope], dim=-1)[:, :, None], weight, cp)
         refuse_transforms()
-        k, v = (both[..., :1].expand(-1, -1, -1, size) for size in (q.shape[-1], _sizes(q, latent, rope, weight)[1]))
+        k, v = (both[..., :1].expand(-1, -1, -1, size) for size in (q.shape[-1], value_dim))
         wanted = any(x.requires_grad for x in (q, latent, rope, weight))
         plain = request_of(q, k, v, cp, mask_of(mask, is_causal), scale, training, wanted)
         request = replace(plain, workload=replace(plain.workload, latent_dim=both.shape[-1]))
@@ -152,14 +152,10 @@ class LatentFunction(torch.autograd.Function):
         """Return out [B, T, H, Dv] in q's dtype and lse [B, H, T] fp32; save what backward needs."""
         with cp.turn:
             with refusing(cp, "forward", q):
-                q, latent, weight = (_rows_packed(x) for x in (q, latent, weight))
+                q, latent, weight = (rows_packed(x) for x in (q, latent, weight))
             out, lse, kept = _forward(cp, request, q, latent, weight)
-        given = out.data, lse.data
-        ctx.save_for_backward(q, latent, weight, out, lse, kept)
         ctx.cp, ctx.request = cp, request
-        ctx.changes = Changes(*given) if any(ctx.needs_input_grad) else None
-        ctx.set_materialize_grads(False)
-        return given
+        return saved_for_backward(ctx, q, latent, weight, out, lse, kept)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -169,10 +165,7 @@ class LatentFunction(torch.autograd.Function):
         with refusing(cp, "backward", dout, dlse):
             if dout is None and dlse is None:
                 return (None,) * 5
-            for each in (dout, dlse):
-                if each is not None:
-                    refuse_batched(each)
-                    check_tensor("the backward of latent_attention", each)
+            check_gradients("latent_attention", dout, dlse)
             q, latent, weight, *made = ctx.saved_tensors
             dout = torch.zeros_like(made[0]) if dout is None else dout
         wanted = ctx.needs_input_grad[2]

@@ -147,7 +147,10 @@ def _pass() -> Any:
     from torch._inductor.fx_passes import micro_pipeline_tp as found
 
     class FusedLayers(CustomGraphPass):
-        """Fuse the layers of these groups; torch's own fuses for NCCL only, and asks nothing else of a group."""
+        """Fuse the layers of these groups; torch's own fuses for NCCL only, and asks nothing else of a group.
+
+        What a new operator needs may stand behind it: torch sorts the graph after these passes.
+        """
 
         def __init__(self, groups: tuple[str, ...]) -> None:
             self.groups = groups
@@ -195,7 +198,6 @@ def _fuse_gather(found: Any, graph: Graph, gather: Any) -> None:
     if not kept.users:
         graph.erase_node(kept)
         fused.kwargs = {**fused.kwargs, "return_A": False}
-    _raise(graph, fused, [node for each in products for node in each.arg_ancestor_nodes])
 
 
 def _fuse_scatter(found: Any, graph: Graph, scatter: Any) -> None:
@@ -216,12 +218,3 @@ def _fuse_scatter(found: Any, graph: Graph, scatter: Any) -> None:
         scatter.replace_with(fused)
         scatter.erase()
         product.erase()
-    _raise(graph, fused, product.arg_ancestor_nodes)
-
-
-def _raise(graph: Graph, fused: Node, needed: Any) -> None:
-    """Move what a new operator needs before it."""
-    order = {node: at for at, node in enumerate(graph.nodes)}
-    for node in sorted(set(needed), key=order.__getitem__):
-        if order[node] > order[fused]:
-            fused.prepend(node)
