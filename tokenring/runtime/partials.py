@@ -239,9 +239,7 @@ class PartialExchange:
         assert self._out is not None
         self._start()
         me, world = self._transport.rank, self._transport.world_size
-        asked = self._requests.receive(label)
-        self.q[me].copy_(q)
-        asked += self._requests.send(label)
+        asked = self._ask(q, label)
         received = self.partials.receive(label)
         self.made.put(me, sealed(me, q))
         self.made.put(-1, local())
@@ -259,15 +257,19 @@ class PartialExchange:
         So keys and values are read once for all query heads of a kv head, whichever ranks those lie at.
         """
         self._start()
-        asked = self._requests.receive(label)
-        self.q[self._transport.rank].copy_(q)
-        asked += self._requests.send(label)
+        asked = self._ask(q, label)
         received = self.partials.receive(label)
         self.made.put(-1, local())
         wait_for(asked)
         self._put_parts(*sealed(torch.cat(self.q, dim=2)))
         wait_for(chain(received, self.partials.send(label)))
         return merge_all(self.made.outs, self.made.lses)
+
+    def _ask(self, q: torch.Tensor, label: str) -> list[Work]:
+        """Send this rank's rows of q to all, and begin to receive theirs; return what to wait for."""
+        asked = self._requests.receive(label)
+        self.q[self._transport.rank].copy_(q)
+        return asked + self._requests.send(label)
 
     def _put_parts(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Write a partial result of all heads, part by part, to where it is sent from, and this rank's to be merged."""
@@ -280,9 +282,7 @@ class PartialExchange:
     def gathered(self, q: torch.Tensor, label: str) -> list[torch.Tensor]:
         """Return every rank's rows of q, by rank, each [B, T, H, D], in memory of the exchange."""
         self._start(REQUESTS)
-        received = self._requests.receive(label)
-        self.q[self._transport.rank].copy_(q)
-        wait_for(chain(received, self._requests.send(label)))
+        wait_for(self._ask(q, label))
         return self.q
 
     def combined(self, out: torch.Tensor, lse: torch.Tensor, label: str) -> Partial:
