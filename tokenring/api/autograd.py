@@ -111,7 +111,11 @@ class AttentionFunction(torch.autograd.Function):
                 if ctx.changes.found():  # out and lse are computed again, by all ranks: they make one call
                     made[:2] = forward_pass(cp, request, q, k, v, sinks)[:2]
                 found = backward_pass(cp, request, dout, dlse, q, k, v, *made)
-                return *found, *((sinks_gradient(sinks, dout, dlse, *made[:2]),) if wanted else ())
+                if not wanted:
+                    return found
+                from tokenring.api.sinks import sinks_gradient
+
+                return *found, sinks_gradient(sinks, dout, dlse, *made[:2])
 
         depends = [x for x in (dout, dlse, q, k, v, sinks) if x is not None]
         dq, dk, dv, *dsinks = first(compute, *depends)
@@ -208,6 +212,8 @@ def run_forward(
     out = executor.result(call, "q_partial", "out")
     lse = executor.result(call, "q_partial", "lse").clone(memory_format=torch.contiguous_format)
     if sinks is not None:
+        from tokenring.api.sinks import with_sinks
+
         out, lse = with_sinks(out, lse, sinks)
     return _kept_by_caller(out, q.dtype), lse, kept
 
@@ -288,34 +294,6 @@ def _kept_by_caller(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if result.dtype == dtype:
         return result.contiguous().data
     return torch.empty_like(result, dtype=dtype, memory_format=torch.contiguous_format).copy_(result)
-
-
-# ---------- sinks: a column of the softmax with a logit for each head, and no value (StreamingLLM; learned in gpt-oss)
-#
-# They are no part of a schedule. A rank gives its own rows the sink once these are merged: out' = out · exp(lse - lse')
-# with lse' = logaddexp(lse, sink). In backward the program that there is gets out' and lse' for out and lse: then
-# p = exp(s - lse') and delta = rowsum(dout · out') are those of rows with a sink, wherever they are computed.
-
-
-def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out [B, T, H, D], in fp32, and lse [B, H, T] of rows that see a sink too. sinks [H]."""
-    sink = sinks.detach().float()[:, None]
-    larger = torch.maximum(lse, sink)
-    base = larger.masked_fill(larger == float("-inf"), 0.0)  # where neither is seen
-    share, other = torch.exp(lse - base), torch.exp(sink - base)
-    total, weight = base + torch.log(share + other), share / (share + other).clamp_min_(1.0)
-    return out.float() * weight.transpose(1, 2)[..., None], total
-
-
-def sinks_gradient(
-    sinks: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
-) -> torch.Tensor:
-    """Return this rank's part of the gradient of the sinks, -p · delta added up. out, lse: as `with_sinks` made them.
-
-    A row that sees nothing else has out 0, and so delta 0 but for a gradient of its lse, which is the sink's logit.
-    """
-    p = torch.exp(sinks.detach().float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
-    return (p * rows_delta(dout, out, lse, dlse)).sum(dim=(0, 2)).neg().to(sinks.dtype)
 
 
 # ---------- derivatives

@@ -13,7 +13,6 @@ from tokenring.api.autograd import (
     refuse_transforms,
     run_backward,
     run_forward,
-    sinks_gradient,
 )
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import (
@@ -26,6 +25,7 @@ from tokenring.api.inputs import (
     warn_if_swapped,
     with_lengths,
 )
+from tokenring.api.sinks import sinks_gradient
 from tokenring.backends.devices import NO_GRAPHS, DeviceRuntime, device_of
 from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, UnsupportedError

@@ -25,7 +25,6 @@ from tokenring.api.autograd import (
     forward_pass,
     refuse_tangents,
     refuse_transforms,
-    sinks_gradient,
 )
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_sinks, check_tensors, request_of, with_lengths, wrong_type
@@ -151,7 +150,11 @@ def _attention_backward(
             given = None if dlse is None or not bool(dlse.any()) else dlse
             request = _request(q, k, v, sinks, cp, *call, again=True)
         found = backward_pass(cp, request, dout, given, q, k, v, out, lse, _kept(ticket))
-        return *found, out.new_empty(0) if sinks is None else sinks_gradient(sinks, dout, given, out, lse)
+        if sinks is None:
+            return *found, out.new_empty(0)
+        from tokenring.api.sinks import sinks_gradient
+
+        return *found, sinks_gradient(sinks, dout, given, out, lse)
 
     with cp.turn:
         return with_lengths(cp, backward)
