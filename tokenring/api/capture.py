@@ -25,7 +25,6 @@ from tokenring.api.inputs import (
     warn_if_swapped,
     with_lengths,
 )
-from tokenring.api.sinks import sinks_gradient
 from tokenring.backends.devices import NO_GRAPHS, DeviceRuntime, device_of
 from tokenring.backends.interfaces import Transport
 from tokenring.errors import ConfigurationError, UnsupportedError
@@ -257,6 +256,8 @@ def _forward(device: DeviceRuntime, executor: Executor, inputs: Tensors) -> tupl
 def _backward(
     device: DeviceRuntime, executor: Executor, forward: _Graph, kept: torch.Tensor | None, lse_gradient: bool = False
 ) -> _Graph:
+    from tokenring.api.sinks import sinks_gradient
+
     out, lse = forward.outputs
     q, k, v, *sinks = forward.inputs
     dout, dlse = torch.zeros_like(out), torch.zeros_like(lse) if lse_gradient else None
