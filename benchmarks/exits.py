@@ -37,7 +37,7 @@ def main() -> None:
         plays = product([options.only] if options.only else VARIANTS, ways)
         for variant, library in islice(cycle(plays), options.runs):
             name = variant if library is None else f"{variant}, late threads"
-            ended = run(variant, library)
+            (ended,) = run([variant], library)
             made[name] += 1
             failed[name] += any(code != 0 for code, _ in ended)
             for rank, (code, said) in enumerate(ended):

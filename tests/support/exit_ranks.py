@@ -1,9 +1,9 @@
-"""An ordinary script: some calls, destroy_process_group, exit. `run` starts it with all its ranks.
+"""An ordinary script: some calls, destroy_process_group, exit. `run` starts it with all its ranks, in each variant.
 
-    WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 python tests/support/exit_ranks.py "left open" FOLDER
+    WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 python tests/support/exit_ranks.py FOLDER "left open" 29511 closed 29512
 
 One process imports what they need, and is then forked: each rank ends as any Python does, by itself. What rank r says
-goes to FOLDER/r, and the exit codes to standard output, in one line.
+of the first variant goes to FOLDER/0-r, and its exit codes to standard output, in a line of their own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ IMPORTED = (
     "torch.distributed", "tokenring.runtime.executor", "tokenring.backends.kernels.cpu_flash",
     "tokenring.planner.choosing.auto", "tokenring.proof.verify", "torch.fx.experimental.symbolic_shapes",
 )  # fmt: skip
-LIMIT_SECONDS = 240.0  # for a whole script, on a busy machine
+LIMIT_SECONDS = 240.0  # for a whole script in one variant, on a busy machine
 ROOT = Path(__file__).resolve().parents[2]
 KEPT: list[Any] = []  # what a module of a user's has
 LATE_US = 20_000  # by how much threads of torch's Gloo groups are held up, where they are
@@ -128,22 +130,23 @@ def held_up(folder: Path) -> Path | None:
     return made
 
 
-def main(variant: str, folder: str, busy: bool) -> None:
-    """In the process that imports, and then in each rank's."""
+def main(folder: str, variants: dict[str, str], busy: bool) -> None:
+    """In the process that imports, and then in each rank's. variants: with the port of each."""
     for name in IMPORTED:
         import_module(name)
     # No gc.freeze(): an interpreter that ends sooner is gone before a late thread comes, and nobody sees it abort.
-    ranks = []
-    for rank in range(int(os.environ["WORLD_SIZE"])):
-        process = os.fork()
-        if not process:
-            os.environ["RANK"] = str(rank)
-            said = os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT)
-            os.dup2(said, 1)
-            os.dup2(said, 2)
-            script(variant, busy)
-        ranks.append(process)
-    print(*(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks))
+    for number, (variant, port) in enumerate(variants.items()):
+        ranks = []
+        for rank in range(int(os.environ["WORLD_SIZE"])):
+            process = os.fork()
+            if not process:
+                os.environ |= {"RANK": str(rank), "MASTER_PORT": port}
+                said = os.open(f"{folder}/{number}-{rank}", os.O_WRONLY | os.O_CREAT)
+                os.dup2(said, 1)
+                os.dup2(said, 2)
+                script(variant, busy)
+            ranks.append(process)
+        print(*(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks), flush=True)
 
 
 def script(variant: str, busy: bool) -> None:
@@ -163,38 +166,45 @@ def script(variant: str, busy: bool) -> None:
     sys.exit(0)
 
 
-def run(variant: str, first: Path | None = None) -> list[tuple[int | None, str]]:
-    """What each rank's process ended with, and the last that it said; None where they had to be killed.
+def run(variants: Sequence[str], first: Path | None = None) -> list[list[tuple[int | None, str]]]:
+    """Of each variant, one after another: what each rank's process ended with, and the last that it said.
 
-    first: a library that holds up threads, while the main one is busy.
+    None where they had to be killed. first: a library that holds up threads, while the main one is busy.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    with ExitStack() as taken:  # together, so that they differ
+        free = [taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in variants]
+        ports = [str(each.getsockname()[1]) for each in free]
     shared = {
-        **os.environ, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, variant, folder]
+        command = [sys.executable, __file__, folder, *chain(*zip(variants, ports, strict=True))]
         if first is not None:
             shared["LD_PRELOAD"] = str(first)
             command.append("busy")
-        codes = _codes(command, shared)
-        said = [Path(folder, str(rank)) for rank in range(RANKS)]
-        texts = [each.read_text(errors="replace")[-2000:] if each.exists() else "" for each in said]
-    return list(zip(codes, texts, strict=True))
+        codes = _codes(command, shared, len(variants))
+        texts = [[_last(Path(folder, f"{number}-{rank}")) for rank in range(RANKS)] for number in range(len(variants))]
+    return [list(zip(*each, strict=True)) for each in zip(codes, texts, strict=True)]
 
 
-def _codes(command: list[str], environment: dict[str, str]) -> list[int | None]:
+def _last(said: Path) -> str:
+    return said.read_text(errors="replace")[-2000:] if said.exists() else ""
+
+
+def _codes(command: list[str], environment: dict[str, str], count: int) -> list[list[int | None]]:
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as made:
         try:
-            told, _ = made.communicate(timeout=LIMIT_SECONDS)
+            told, _ = made.communicate(timeout=count * LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(made.pid, signal.SIGKILL)
-            return [None] * RANKS
-    assert made.returncode == 0, f"the process to fork ended with {made.returncode}"
-    return [int(code) for code in told.split()]
+            told, _ = made.communicate()
+        else:
+            assert made.returncode == 0, f"the process to fork ended with {made.returncode}"
+    ended: list[list[int | None]] = [[int(code) for code in line.split()] for line in told.splitlines()]
+    return ended + [[None] * RANKS] * (count - len(ended))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], "busy" in sys.argv[3:])
+    folder, *plays = sys.argv[1:]
+    main(folder, dict(zip(plays[::2], plays[1::2], strict=False)), len(plays) % 2 == 1)
