@@ -16,7 +16,7 @@ from tokenring.api.caching.filling import CacheSight, Filled, Room, below, cut, 
 from tokenring.api.caching.one_token import one_token
 from tokenring.api.caching.rows import _after, rows_over
 from tokenring.backends.merging.all_at_once import merge_all
-from tokenring.runtime.partials import PartialSlots, Rows
+from tokenring.runtime.cached_exchange import PartialSlots, Rows
 from tokenring.sequence.layout import Positions, make_layout
 
 SIZES: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "capacity": 64, "page": 4}
