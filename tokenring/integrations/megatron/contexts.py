@@ -131,6 +131,7 @@ class Contexts:
         training: bool,
         any_length: bool = False,
         sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
         layout: Layout | None = None,
         pack: PackKind | None = None,
     ) -> torch.Tensor:
@@ -145,8 +146,9 @@ class Contexts:
         if self.ranks == 1:
             layout = None
         if self.ranks == 1 or torch.compiler.is_compiling():
-            return attend(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, sinks=sinks, layout=layout)[0]
-        q, k, v, request = prepared(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, sinks=sinks, layout=layout)
+            return attend(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, None, sinks, softcap, layout)[0]
+        call = q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, None, sinks, softcap, layout
+        q, k, v, request = prepared(*call)
         kind = request
         if any_length:
             kind = _nominal(request, self.ranks, pack)
