@@ -6,10 +6,13 @@ import contextlib
 import copy
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ranks import Here
 
 
@@ -94,11 +97,29 @@ def parallel(here: Here, tp: int = 1, cp: int = 1, pp: int = 1) -> None:
     if (tp, cp, pp) not in states:
         blank = states.setdefault((0, 0, 0), _globals(state))
         vars(state).update(blank)
-        state.initialize_model_parallel(
-            tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp
-        )
+        with _each_group_once(here.memory.setdefault("groups", {})):
+            state.initialize_model_parallel(
+                tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp
+            )
         states[tp, cp, pp] = _globals(state)
     vars(state).update(states[tp, cp, pp])
+
+
+@contextmanager
+def _each_group_once(made: dict[tuple[int, ...], Any]) -> Iterator[None]:
+    """Groups of the same ranks are one: Megatron makes dozens, and each has threads and connections of its own."""
+    whole: Any = dist.new_group
+
+    def new_group(ranks: Sequence[int], *rest: Any, **options: Any) -> Any:
+        if tuple(ranks) not in made:
+            made[tuple(ranks)] = whole(ranks, *rest, **options)
+        return made[tuple(ranks)]
+
+    dist.new_group = new_group  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        dist.new_group = whole
 
 
 def _globals(module: Any) -> dict[str, Any]:
