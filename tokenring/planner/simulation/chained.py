@@ -108,7 +108,8 @@ class _Chain:
     @staticmethod
     def _all_through(turns: dict[str, _Turns], message: _Message) -> float:
         """Return when the message and all that were waited for before it may have passed every wire."""
-        ends = [turns.setdefault(wire, _Turns()).add(message.begin, each * message.nbytes) for wire, each in message.way]
+        begin, nbytes = message.begin, message.nbytes
+        ends = [turns.setdefault(wire, _Turns()).add(begin, each * nbytes) for wire, each in message.way]
         return max(ends, default=0.0)
 
     def _post(self, rank: int, post: SimulatedPost, now: float) -> _Message:
