@@ -19,10 +19,7 @@ Make = Callable[[], Schedule]
 
 
 class Mutant(NamedTuple):
-    """The message must name one of these steps, ranks and blocks, and match `says`.
-
-    make: the schedule, once it is asked for: tests look at few of many.
-    """
+    """The message must name one of these steps, ranks and blocks, and match `says`; `make` makes the schedule."""
 
     make: Make
     steps: set[int]
@@ -36,6 +33,7 @@ NOT_HELD = "but does not hold it yet"
 NOTHING = "but holds nothing of it"
 NEVER_HOME = "which never reaches its owner"
 NEEDLESS = "but never needs it"
+HELD = "but holds it already"
 
 
 def replace_tile(schedule: Schedule, tile: Tile, *by: Tile) -> Make:
@@ -145,8 +143,7 @@ def hidden_tile(schedule: Schedule) -> Iterator[Mutant]:
             if schedule.kv_layout.owners[kv] == tile.rank and not schedule.mask.visible(
                 schedule.positions(tile.q[0]), schedule.positions(tile.kv[0])
             ):
-                says = "which sees nothing in its tile"
-                yield Mutant(another_tile(schedule, tile), {0}, {tile.rank}, {tile.q[0]}, says)
+                yield Mutant(another_tile(schedule, tile), {0}, {tile.rank}, {tile.q[0]}, "sees nothing in its tile")
 
 
 def hidden_block_in_a_tile(schedule: Schedule) -> Iterator[Mutant]:
@@ -200,15 +197,13 @@ def dropped_request(schedule: Schedule) -> Iterator[Mutant]:
 def request_sent_again(schedule: Schedule) -> Iterator[Mutant]:
     for move in requests(schedule):
         again = move._replace(step=later(schedule))
-        says = "but holds it already"
-        yield Mutant(replace_move(schedule, move, move, again), {again.step}, {move.dst}, {move.block}, says)
+        yield Mutant(replace_move(schedule, move, move, again), {again.step}, {move.dst}, {move.block}, HELD)
 
 
 def request_to_a_rank_that_holds_it(schedule: Schedule) -> Iterator[Mutant]:
     for move in requests(schedule):
         back = move._replace(step=later(schedule), src=move.dst, dst=schedule.owner(move.block))
-        says = "but holds it already"
-        yield Mutant(replace_move(schedule, move, move, back), {back.step}, {back.dst}, {move.block}, says)
+        yield Mutant(replace_move(schedule, move, move, back), {back.step}, {back.dst}, {move.block}, HELD)
 
 
 def needless_request(schedule: Schedule) -> Iterator[Mutant]:
@@ -226,7 +221,7 @@ def misrouted_request(schedule: Schedule) -> Iterator[Mutant]:
     for move in requests(schedule):
         for rank in others(schedule, move.src, move.dst):
             mutant = replace_move(schedule, move, move._replace(dst=rank))
-            says = f"{NOT_HELD}|but holds it already|or twice"
+            says = f"{NOT_HELD}|{HELD}|or twice"
             yield Mutant(mutant, steps(move.step), {rank, move.dst, move.src}, {move.block}, says)
 
 

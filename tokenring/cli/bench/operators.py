@@ -14,7 +14,7 @@ from tokenring.cli.bench.emulate import add_options, check_options, start
 from tokenring.cli.bench.results import MEASURED, PEER, Entry, RaceMachine, RaceReport
 from tokenring.cli.bench.table import GAP, bytes_text, count, machine_text, ms
 from tokenring.cli.call_options import add_report_options, check_transport, with_printed
-from tokenring.cli.plan.operators import COLLECTIVES, operator_name
+from tokenring.cli.operator_names import COLLECTIVES, operator_name
 from tokenring.cli.spelling import DTYPES, SIZES_TEXT, add_dtype, add_passes
 from tokenring.display.console import Console, Ink, Parser
 from tokenring.display.safe_text import plain

@@ -23,7 +23,7 @@ from tokenring.cli.bench.operators import TORCH, OperatorCase, OperatorReport
 from tokenring.cli.bench.race import SEED, WARM_UP_ROUNDS, begin_together, order
 from tokenring.cli.bench.results import ERROR_LIMITS, FAILED, MEASURED, OURS, PEER, WRONG, Entry
 from tokenring.cli.bench.worker import machine_of
-from tokenring.cli.plan.operators import COLLECTIVES
+from tokenring.cli.operator_names import COLLECTIVES
 from tokenring.gc_pause import no_collection
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.launch.command import Tell, process_group, quiet, serve

@@ -8,22 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 
+from tokenring.cli.operator_names import COLLECTIVES, operator_name
 from tokenring.cli.plan.options import DTYPES, PASSES, first_ranks, several_hosts, where
 from tokenring.display.units import mb_text, time_text
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.ir.schedule_data import Pass
-from tokenring.nearest import hint
 from tokenring.planner.choosing.linear import CANDIDATES, MOST_PIECES, RankedSchedule, ranked, unfused_seconds
 from tokenring.planner.simulation.predict import Setting
 from tokenring.schedule.families.registry import is_known, parse
 from tokenring.sequence.sizes import read_size
 from tokenring.sequence.workload import Workload
 
-LAYERS = ("column", "row")
-COLLECTIVES: dict[str, tuple[Pass, ...]] = {  # passes of operator reduce
-    "all-reduce": ("forward", "backward"), "reduce-scatter": ("forward",), "all-gather": ("backward",),
-}  # fmt: skip
-OPERATORS = (*LAYERS, *COLLECTIVES)
 SEQ, FEATURES, WIDTH, BYTES = "8k", "28k", "8k", "16M"
 OF_ATTENTION = {  # options that say nothing of a linear layer, by their names in the parser
     "heads", "kv_heads", "dim", "value_dim", "batch", "mask", "layout", "tp", "cached", "tokens", "model", "sweep",
@@ -45,17 +39,6 @@ class OperatorCall:
     setting: Setting
     names: tuple[str, ...]
     nbytes: int | None = None
-
-
-def operator_name(text: str) -> str:
-    """Return the name of an operator, all_reduce or all-reduce. Raises ConfigurationError for another."""
-    name = text.replace("_", "-")
-    if name not in OPERATORS:
-        raise ConfigurationError(
-            f"--operator {text}: choose one of {', '.join(OPERATORS)}{hint(name, OPERATORS)}; without it the plan is "
-            f"for attention"
-        )
-    return name
 
 
 def check_given(name: str, given: argparse.Namespace) -> None:
