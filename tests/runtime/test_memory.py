@@ -20,6 +20,7 @@ from tokenring.api.inputs import make_request
 from tokenring.backends.interfaces import AttentionKernel
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.ir.schedule_data import PASSES, Kind, Pass
+from tokenring.lowering import lower as module
 from tokenring.lowering.lower import lower
 from tokenring.lowering.records import Records, aligned, scratch_bytes, slot_bytes
 from tokenring.runtime.call import ActiveCall
@@ -102,6 +103,30 @@ def many_calls(here: Here, case: Case) -> list[int]:
         torch.autograd.grad(attention(q, k, v, cp, case.mask), (q, k, v), dout)
         sizes.append(cp.pool(CPU).data.numel())
     return sizes
+
+
+def programs_made(here: Here, case: Case) -> list[list[str]]:
+    """The passes whose programs each of three steps makes; backward needs a larger pool than forward."""
+    cp = here.cp(layout=case.layout, schedule=case.name, transport=here.transport("gloo"))  # whose pool is its own
+    found: list[list[str]] = []
+
+    def noted(schedule: Any, rank: int, direction: Pass, *rest: Any) -> Any:
+        found[-1].append(direction)
+        return lower(schedule, rank, direction, *rest)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "lower", noted)
+        q, k, v, dout = parts_of(cp, case)
+        for _ in range(3):
+            found.append([])
+            torch.autograd.grad(attention(q, k, v, cp, case.mask), (q, k, v), dout)
+    return found
+
+
+def test_a_pool_that_grows_keeps_the_program_it_grew_for(ranks: RankPools) -> None:
+    """Only what lies in the old memory is made again, at its next call."""
+    for found in ranks(2)(programs_made, case_of("ring", 2, "causal", torch.float32)):
+        assert found == [["forward", "backward"], ["forward"], []]
 
 
 def test_pool_does_not_grow_with_calls(ranks: RankPools) -> None:
