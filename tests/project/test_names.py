@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 QUESTIONS = ("What", "Whether", "Of", "How", "Where", "Which", "Who", "When", "Why", "As", "By", "From", "That", "This")
 
 
+@cache
+def named(path: Path) -> list[ast.Module | ast.ClassDef | ast.FunctionDef]:
+    """A module, its classes and functions; no file changes once it was asked for."""
+    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [node for node in tree if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+
+
 def public_classes(*roots: Path) -> dict[str, list[str]]:
     """Where each class that has no underscore is defined."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in (path for root in roots for path in root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in named(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(path.name)
     return found
@@ -40,11 +48,10 @@ def questions(*roots: Path) -> list[str]:
     """Docstrings that begin with a word of QUESTIONS: such a line has no verb."""
     found = []
     for path in (path for root in roots for path in root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-                words = (ast.get_docstring(node) or "").split(maxsplit=1)
-                if words and words[0].rstrip(",") in QUESTIONS:
-                    found.append(f"{path.name}: {getattr(node, 'name', 'module')}")
+        for node in named(path):
+            words = (ast.get_docstring(node) or "").split(maxsplit=1)
+            if words and words[0].rstrip(",") in QUESTIONS:
+                found.append(f"{path.name}: {getattr(node, 'name', 'module')}")
     return found
 
 
