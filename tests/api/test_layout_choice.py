@@ -133,3 +133,72 @@ def test_refusals_reach_all_ranks(ranks: RankPools) -> None:
 def test_one_rank() -> None:
     cp = tr.ContextParallel("self")
     assert tr.choose_layout(cp, tr.Workload(1, 64, 64, 2, 2, 8)).world_size == 1
+
+
+class Learned(NamedTuple):
+    names: list[str]  # of the layouts in which packs of one shape were cut, one after another
+    again: str  # of the first one, cut once more
+    told: list[int]  # how often the ranks told each other of a plan, for each
+    errors: list[float]
+    seconds: dict[str, float]  # of the fastest schedule in each layout, for the first
+
+
+def learned(here: Here, schedule: str, heads: int, gbs: float) -> Learned:
+    """Packs of one shape by layout "auto" alone: cut, computed, put together."""
+    cp = here.cp(schedule=schedule, layout="auto", topology=full_mesh(here.world_size, gbs))
+    torch.manual_seed(4)
+    q = torch.randn(1, LENGTH, heads, DIM)
+    names, told, wrong = [], [], []
+    with counted_texts(cp) as exchanged:
+        for mask in ALIKE:
+            exchanged.clear()
+            part = tr.shard(q, cp, mask=mask)
+            names.append(cp.layout_for(LENGTH, mask).name)
+            out = tr.attention(part, part, part, cp, mask)
+            told.append(exchanged.count("the plan"))
+            want = attention64(q, q, q, torch.ones_like(q), allowed(mask, LENGTH, LENGTH)).out
+            wrong.append(relative_error(tr.unshard(out, cp, mask=mask), want))
+    tr.shard(q, cp, mask=ALIKE[0])
+    seconds = {}
+    for each in (*(make_layout(name, cp.world_size, LENGTH) for name in ("zigzag", "contiguous")),
+                 cp.cuts.searched(LENGTH, ALIKE[0])):  # fmt: skip
+        one = tr.shard(q, cp, layout=each)
+        tr.attention(one, one, one, cp, ALIKE[0], layout=each)
+        seconds[each.name] = tr.plan(one, one, one, cp, ALIKE[0], layout=each).candidates[0].predicted_seconds or 0.0
+    return Learned(names, cp.layout_for(LENGTH, ALIKE[0]).name, told, wrong, seconds)
+
+
+@pytest.mark.parametrize(
+    ("heads", "gbs", "schedule"), [(1, 0.001, "auto"), (4, 1000.0, "auto:ring,direct-kv"), (4, 0.01, "auto:ulysses")]
+)
+def test_auto_learns_by_itself(heads: int, gbs: float, schedule: str, ranks: RankPools) -> None:
+    """The first pack is dealt by its mask, and keeps its layout; the later ones lie where the first was fastest."""
+    found = ranks(2)(learned, schedule, heads, gbs)
+    assert found[0][:3] == found[1][:3]
+    for each in found:
+        first, *later = each.names
+        assert first == each.again == NAME and len(each.seconds) == 3
+        best = min(each.seconds, key=lambda name: each.seconds[name])
+        assert later == [best, best], each
+        assert each.told[0] > 0 and each.told[1:] == [0, 0] and max(each.errors) < 2e-6
+
+
+def with_windows(here: Here) -> list[str]:
+    """Packs cut as zigzag after the first, which says nothing of other masks whose layout that is."""
+    cp = here.cp(schedule="auto:ulysses", layout="auto", topology=full_mesh(here.world_size, 0.01))
+    x, said = torch.zeros(1, LENGTH, 4, DIM), []
+    for mask in ALIKE[:2]:
+        part = tr.shard(x, cp, mask=mask)
+        tr.attention(part, part, part, cp, mask)
+    said.append(cp.layout_for(LENGTH, ALIKE[1]).name)
+    for other in ("causal", tr.SlidingWindow(20)):
+        with pytest.raises((ConfigurationError, Disagreement)) as caught:
+            tr.attention(part, part, part, cp, other)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_learned_layout_says_nothing_of_other_masks(ranks: RankPools) -> None:
+    for name, *others in ranks(2)(with_windows):
+        assert name in ("zigzag", "contiguous")
+        assert all("no tensor of 1024 positions was cut by mask" in each for each in others), others

@@ -6,12 +6,15 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tokenring as tr
 from tokenring.planner.interconnects.interconnect import Interconnect, full_mesh, ring, switch
 from tokenring.planner.layouts.assignment import Assignment
 from tokenring.planner.layouts.balanced import NAME, SLACK, balanced_layout, imbalance
 from tokenring.planner.layouts.demand import demand_of
+from tokenring.planner.layouts.scores import SwapScores, fractions
 from tokenring.sequence.layout import Positions
 
 LENGTH = 16384
@@ -167,3 +170,47 @@ def test_slow_links_get_fewer_rows_and_less_even_work() -> None:
             return max(imbalance(mask, layout) * even, busiest(mask, layout) * slow)
 
         assert longest(found) <= 0.9 * longest(even), (longest(found), longest(even))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scores_are_the_costs_of_both_ranks(seed: int) -> None:
+    """For documents of whole chunks, of which no row is needed in part; after swaps, too."""
+    random, ranks, chunks, bounds = Random(seed), 4, 32, [0]
+    while bounds[-1] < LENGTH:
+        bounds.append(min(LENGTH, bounds[-1] + random.choice((1, 2, 3, 8)) * LENGTH // chunks))
+    demand = demand_of(tr.Causal() & tr.Documents(bounds), LENGTH, chunks, 4)
+    owners = [chunk % ranks for chunk in range(chunks)]
+    random.shuffle(owners)
+    now = Assignment(demand, owners, ranks, sum(demand.pairs) / ranks)
+    now.price()
+    scores = SwapScores(now, fractions(demand))
+    for _ in range(4):
+        pair = random.sample(range(ranks), 2)
+        table = scores.of(pair).view(2, chunks // ranks, chunks)
+        for line, rank in enumerate(pair):
+            for place in range(chunks // ranks):
+                for chunk, other in enumerate(now.owners):
+                    swap = None if other == rank else now.swap(rank, place, chunk, float("inf"))
+                    if swap is None:
+                        assert table[line, place, chunk] > 1e29
+                        continue
+                    wanted = sum(swap.costs[each] - now.costs[each] for each in (rank, other))
+                    assert table[line, place, chunk].item() == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+            best = scores.best([rank], 5)[0]
+            assert best[0][0] == table[line].min() and best == sorted(best)
+        taken = now.swap(pair[0], 1, now.held[pair[1]][0], float("inf"))
+        assert taken is not None
+        now.take(taken)
+        scores.follow(list(taken.ranks))
+
+
+def test_the_search_is_the_same_while_torch_traces() -> None:
+    """And whatever dtype and device tensors have there by default."""
+    want = balanced_layout(pack(4), LENGTH, 4)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with FakeTensorMode(), torch.device("meta"):
+            assert balanced_layout.__wrapped__(pack(4), LENGTH, 4) == want
+    finally:
+        torch.set_default_dtype(before)

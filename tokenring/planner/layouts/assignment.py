@@ -64,7 +64,7 @@ class Assignment:
         self._shared: list[int | None] = [None] * ranks  # grains that two or more chunks of a rank need
         self._liked: list[list[int] | None] = [None] * ranks
         self._liked_at, self.taken = [0] * ranks, 0  # swaps
-        self._costs: list[float] = []
+        self.costs: list[float] = []
 
     @property
     def busiest_port(self) -> int:
@@ -74,16 +74,14 @@ class Assignment:
 
     def price(self) -> None:
         """Set the costs by how busy the busiest port is now; multiplied out, since all hosts must agree on them."""
-        scale, table = 0.8 * max(1, self.busiest_port), []
-        for grains in range(self.links * len(self.owners) * self.demand.grains + 1):
-            share = grains / scale
-            steep = share
-            for _ in range(STEEPNESS):
-                steep *= steep
-            table.append(steep + GUIDE * share)
-        self._port_costs = table
-        self._costs = self._costs_of(self.loads, self.received, self.sent, self._widest)
-        self.cost = sum(self._costs)
+        self.scale = 0.8 * max(1, self.busiest_port)
+        shares = [grains / self.scale for grains in range(self.links * len(self.owners) * self.demand.grains + 1)]
+        steep = shares
+        for _ in range(STEEPNESS):
+            steep = [each * each for each in steep]
+        self._port_costs = [most + GUIDE * share for most, share in zip(steep, shares, strict=True)]
+        self.costs = self._costs_of(self.loads, self.received, self.sent, self._widest)
+        self.cost = sum(self.costs)
 
     def _overload(self, load: float) -> float:
         return OVERLOAD * (load / self.most_pairs - 1) if load > self.most_pairs else 0.0
@@ -102,7 +100,7 @@ class Assignment:
 
     def costliest(self) -> int:
         """Return the rank that costs most."""
-        return self._costs.index(max(self._costs))
+        return self.costs.index(max(self.costs))
 
     def liked(self, rank: int) -> list[int]:
         """Return chunks that fit to what a rank has: that it needs, or that need what it has or needs.
@@ -137,7 +135,7 @@ class Assignment:
         loads[rank] += pairs[chunk] - pairs[given]
         loads[other] += pairs[given] - pairs[chunk]
         # Others could gain by a swap that costs its own two ranks more: too seldom to look for it.
-        limit_here = limit - self.cost + self._costs[rank] + self._costs[other]
+        limit_here = limit - self.cost + self.costs[rank] + self.costs[other]
         least = self._overload(loads[rank]) + self._overload(loads[other])
         if least >= limit_here:
             return None
@@ -221,7 +219,7 @@ class Assignment:
             self.moved[rank][a], self.moved[rank][b] = of_a, of_b
         self._shared[a] = self._shared[b] = None
         self.taken += 1
-        self._costs, self.cost = swap.costs, sum(swap.costs)
+        self.costs, self.cost = swap.costs, sum(swap.costs)
 
     def _without(self, rank: int, need: int) -> int:
         """Return the grains that a rank's other chunks need, if one of its chunks needs these."""

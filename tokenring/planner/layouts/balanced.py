@@ -2,9 +2,9 @@
 
 Packed documents leave the usual layouts with one rank that has twice the work of the others. Here each rank gets as
 many tokens as before and nearly the same work; among such layouts the search looks for one in which few rows leave
-their rank. It starts from a greedy deal of large chunks, improves it by swaps, and goes on with smaller ones. All of it
-is deterministic, in integers and in floating-point operations that every host rounds alike, so that ranks need not
-talk to find the same layout.
+their rank. It starts from greedy deals of large chunks, improves them by swaps, and goes on with smaller ones. It is
+deterministic, in integers and in floating-point operations that every host rounds alike, so that ranks need not talk
+to find the same layout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from random import Random
 
-from tokenring.planner.layouts.assignment import Assignment
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tokenring.planner.layouts.assignment import Assignment, Swap
 from tokenring.planner.layouts.demand import Demand, demand_of
 from tokenring.sequence.layout import AUTO, Layout, Positions, contiguous, make_layout, zigzag
 from tokenring.sequence.mask import Mask
@@ -25,6 +28,14 @@ WARMTH = 0.4  # by how much a swap may cost more than before, at most and at fir
 LIKED = 0.7  # share of tried swaps that bring a rank a chunk that it likes
 LOOSENED = 3  # searches with less even work, where transfers take longer
 RELIEVED = 0.6  # share of them that begin at the costliest rank
+MOST_AT_ONCE = 256  # chunks of which all swaps of two ranks are scored at once
+STARTS, DISORDER = 6, 1.0  # deals to start from; by how much of its work a chunk may come sooner or later in one
+STEPS = (5, 8, 16)  # with a swap or two each: of each start, then of the best one, then of that in smaller chunks
+EVEN_ENOUGH = 1.01  # times the work that a rank may have, where starts are compared
+SCORED, PRICED = 16, 4  # swaps of a rank of which the exact cost may be asked, and of which it is
+DRAWN = 1  # ranks beside the costliest whose swaps are scored in a step
+REST = 7  # steps for which a chunk that was moved stays, and up to twice as many
+REPRICED = 0.9  # times the busiest port of the last prices, at which there are new ones
 GRAINS = 4  # in the smallest chunk
 CHUNKS, CHUNKS_A_RANK = 128, 16  # of the smallest size: at least so many where rows suffice
 LEAST_ROWS = 64  # in a chunk
@@ -136,6 +147,9 @@ def _searched(demand: Demand, world_size: int, most_pairs: float, pairs_a_grain:
 
 def _searched_within(demand: Demand, world_size: int, most_pairs: float, links: int) -> Assignment:
     """Return the best assignment that is found in which no rank has more work than this."""
+    if links == 1 and len(demand.pairs) <= MOST_AT_ONCE:
+        with _disable_current_modes():  # as while torch traces
+            return _searched_at_once(demand, world_size, most_pairs)
     factor = 1 << (len(SWAPS) - 1)
     owners, random = _dealt(demand.coarser(factor), world_size, most_pairs), Random(0)
     for swaps in SWAPS:
@@ -147,22 +161,48 @@ def _searched_within(demand: Demand, world_size: int, most_pairs: float, links: 
     return Assignment(demand, owners, world_size, most_pairs, links)
 
 
-def _dealt(demand: Demand, world_size: int, most_pairs: float) -> list[int]:
-    """Return owners of chunks, dealt from the one with most work to that with least, each to where it adds least."""
+def _searched_at_once(demand: Demand, world_size: int, most_pairs: float) -> Assignment:
+    """Return the best assignment that is found where all swaps of two ranks are scored at once."""
+    from tokenring.planner.layouts.scores import fractions
+
+    brief, longer, last = STEPS
+    random, found = Random(0), []
+    large = demand.coarser(2)
+    needs = fractions(large)
+    for start in range(STARTS):
+        owners = _dealt(large, world_size, most_pairs, random if start else None)
+        owners = _evened(large, owners, world_size, most_pairs)
+        best = _improved_at_once(Assignment(large, owners, world_size, most_pairs), needs, brief, random)
+        now = Assignment(large, best, world_size, most_pairs)
+        found.append((max(EVEN_ENOUGH * most_pairs, *now.loads), now.busiest_port, best))
+    now = Assignment(large, min(found)[-1], world_size, most_pairs)
+    owners = [owner for owner in _improved_at_once(now, needs, longer, random) for _ in range(2)]
+    owners = _evened(demand, owners, world_size, most_pairs)
+    now = Assignment(demand, owners, world_size, most_pairs)
+    owners = _improved_at_once(now, fractions(demand), last, random)
+    return Assignment(demand, owners, world_size, most_pairs)
+
+
+def _dealt(demand: Demand, world_size: int, most_pairs: float, random: Random | None = None) -> list[int]:
+    """Return owners of chunks, dealt from the one with most work to that with least, each to where it adds least.
+
+    random: by which chunks come sooner or later than their work says.
+    """
     count, each = len(demand.pairs), len(demand.pairs) // world_size
     owners, ranks = [0] * count, range(world_size)
-    owned, needed, loads, held = ([0] * world_size for _ in range(4))
-    for chunk in sorted(range(count), key=lambda chunk: -demand.pairs[chunk]):
+    owned, needed, absent, loads, held = ([0] * world_size for _ in range(5))
+    shares = [1.0] * count if random is None else [1 + DISORDER * (random.random() - 0.5) for _ in range(count)]
+    for chunk in sorted(range(count), key=lambda chunk: -demand.pairs[chunk] * shares[chunk]):
         need, own, pairs = demand.needs[chunk], demand.own(chunk), demand.pairs[chunk]
 
         def adds(rank: int, need: int = need, own: int = own, pairs: int = pairs) -> tuple[float, int, int]:
-            absent = ((needed[rank] | need) & ~(owned[rank] | own)).bit_count()
-            more = absent - (needed[rank] & ~owned[rank]).bit_count()
+            more = ((needed[rank] | need) & ~(owned[rank] | own)).bit_count() - absent[rank]
             return max(0, loads[rank] + pairs - most_pairs), more, loads[rank]
 
         best = min((rank for rank in ranks if held[rank] < each), key=adds)
         owners[chunk] = best
         owned[best], needed[best] = owned[best] | own, needed[best] | need
+        absent[best] = (needed[best] & ~owned[best]).bit_count()
         loads[best], held[best] = loads[best] + pairs, held[best] + 1
     return owners
 
@@ -211,6 +251,63 @@ def _improved(now: Assignment, swaps: int, random: Random) -> list[int]:
             now.take(swap)
             if now.cost < cheapest:
                 best, cheapest = list(now.owners), now.cost
+    return best
+
+
+def _improved_at_once(now: Assignment, needs: torch.Tensor, steps: int, random: Random) -> list[int]:
+    """Return the cheapest owners met on the way of the best swaps of the costliest rank, and of one drawn by lot.
+
+    Of the costliest rank the best is taken though it costs more than nothing, but none of the chunks that were just
+    moved: so the way leads out of where no swap gains.
+    """
+    from tokenring.planner.layouts.scores import SwapScores
+
+    now.price()
+    scores, priced = SwapScores(now, needs), now.busiest_port
+    best, cheapest = list(now.owners), now.cost
+    resting: dict[int, int] = {}  # until which step a chunk stays where it is
+    for step in range(steps):
+        first = now.costliest()
+        ranks = list(dict.fromkeys((first, *(int(random.random() * now.ranks) for _ in range(DRAWN)))))
+        changed: set[int] = set()
+        for rank, some in zip(ranks, scores.best(ranks, SCORED), strict=True):
+            limit = float("inf") if rank == first else now.cost
+            swap = _best_swap(now, rank, some, resting, step, cheapest, limit)
+            if swap is None:
+                continue
+            for chunk in (now.held[at][place] for at, place in zip(swap.ranks, swap.places, strict=True)):
+                resting[chunk] = step + REST + int(REST * random.random())
+            now.take(swap)
+            changed.update(swap.ranks)
+            if now.cost < cheapest:
+                if now.busiest_port < REPRICED * priced:
+                    priced = now.busiest_port
+                    now.price()
+                    scores.price()
+                best, cheapest = list(now.owners), now.cost
+        if changed:
+            scores.follow(sorted(changed))
+    return best
+
+
+def _best_swap(
+    now: Assignment, rank: int, some: list[tuple[float, int, int]], resting: dict[int, int], step: int,
+    cheapest: float, limit: float,
+) -> Swap | None:  # fmt: skip
+    """Return the cheapest of the first few of these swaps, without chunks that rest unless it is the cheapest ever."""
+    best, tried = None, 0
+    for score, place, chunk in some:
+        if now.owners[chunk] == rank:
+            continue
+        rests = max(resting.get(chunk, 0), resting.get(now.held[rank][place], 0)) > step
+        if rests and now.cost + score >= cheapest:
+            continue
+        found = now.swap(rank, place, chunk, limit)
+        if found is not None:
+            best, limit = found, sum(found.costs)
+        tried += 1
+        if tried == PRICED:
+            break
     return best
 
 
