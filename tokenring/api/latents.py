@@ -27,6 +27,8 @@ from tokenring.sequence.workload import Request
 
 if TYPE_CHECKING:
     from tokenring.runtime.latent_kernel import Expansion
+    from tokenring.sequence.layout import Layout
+    from tokenring.sequence.mask import Mask
 
 COMPILED = (
     "latent_attention is not supported in a compiled call: call it outside, or expand the latents and call attention"
@@ -105,13 +107,35 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return out and lse of a call in which latents travel."""
     with refusing(cp, "forward", q, latent, rope, weight):
-        q, both, of_heads = call_inputs(q, torch.cat([latent, rope], dim=-1)[:, :, None], weight, cp)
-        refuse_transforms()
-        k, v = (both[..., :1].expand(-1, -1, -1, size) for size in (q.shape[-1], value_dim))
-        wanted = any(x.requires_grad for x in (q, latent, rope, weight))
-        plain = request_of(q, k, v, cp, mask_of(mask, is_causal), scale, training, wanted)
-        request = replace(plain, workload=replace(plain.workload, latent_dim=both.shape[-1]))
-    out, lse = LatentFunction.apply(q, both, of_heads, cp, request)  # type: ignore[no-untyped-call]
+        both = torch.cat([latent, rope], dim=-1)[:, :, None]
+        q, both, weight, request = latent_request(
+            q, both, weight, value_dim, cp, mask_of(mask, is_causal), scale, training
+        )
+    return attend_latents_as(q, both, weight, cp, request)
+
+
+def latent_request(
+    q: torch.Tensor, both: torch.Tensor, weight: torch.Tensor, value_dim: int, cp: ContextParallel, mask: Mask | None,
+    scale: float | None, training: bool, layout: Layout | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Request]:  # fmt: skip
+    """Return the inputs of a call in which latents travel, as they are computed with, and its request.
+
+    both: [B, T, 1, L + R], latents and what every key ends with; others as for `latent_attention`. layout: of the
+    tokens, where that is not cp's. Called under `refusing`.
+    """
+    q, both, weight = call_inputs(q, both, weight, cp)
+    refuse_transforms()
+    k, v = (both[..., :1].expand(-1, -1, -1, size) for size in (q.shape[-1], value_dim))
+    wanted = any(x.requires_grad for x in (q, both, weight))
+    plain = request_of(q, k, v, cp, mask, scale, training, wanted, layout=layout)
+    return q, both, weight, replace(plain, workload=replace(plain.workload, latent_dim=both.shape[-1]))
+
+
+def attend_latents_as(
+    q: torch.Tensor, both: torch.Tensor, weight: torch.Tensor, cp: ContextParallel, request: Request
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse for a request that `latent_request` made of these inputs."""
+    out, lse = LatentFunction.apply(q, both, weight, cp, request)  # type: ignore[no-untyped-call]
     return out, lse
 
 

@@ -45,11 +45,15 @@ class Job:
     seed: int = 1
     softmax: str = "vanilla"
     latent: bool = False  # multi-latent attention, whose values are narrower than its keys: LATENT
+    travels: bool = False  # its latents travel
+    sequence_parallel: bool = False
+    recompute_modules: tuple[str, ...] | None = None
 
     @property
     def whole(self) -> Job:
         """The same on one rank, in float64."""
-        return replace(self, tp=1, cp=1, pp=1, recompute="", cp_comm_type=None, rows="zigzag", dtype=torch.float64)
+        plain = replace(self, travels=False, sequence_parallel=False, recompute_modules=None)
+        return replace(plain, tp=1, cp=1, pp=1, recompute="", cp_comm_type=None, rows="zigzag", dtype=torch.float64)
 
     def config(self) -> Any:
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -72,6 +76,8 @@ class Job:
             calculate_per_token_loss=True,  # so that Megatron's loop takes our losses as they are
             cp_comm_type=per_layer(self.cp_comm_type) if isinstance(self.cp_comm_type, tuple) else self.cp_comm_type,
             **({} if self.softmax == "vanilla" else {"softmax_type": self.softmax}),
+            **({"recompute_modules": list(self.recompute_modules)} if self.recompute_modules else {}),
+            sequence_parallel=self.sequence_parallel,
             **recompute,
             **(LATENT if self.latent else {}),
         )
@@ -137,6 +143,7 @@ def build(here: Here, job: Job, spec: Any = None, **options: Any) -> Any:
 
     parallel(here, job.tp, job.cp, job.pp)
     torch.manual_seed(job.seed)
+    options |= {"latents": True} if job.travels else {}
     model = GPTModel(
         config=job.config(),
         transformer_layer_spec=use_tokenring(job.layer_spec(), **options) if spec is None else spec,
