@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
 
-from tokenring.errors import UnsupportedError
+from tokenring.errors import ConfigurationError, UnsupportedError
 
 UP = "linear_kv_up_proj"  # of Megatron's layers, and of MindSpeed-LLM's
 CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {  # attribute of the config → which of its values, what to do
@@ -26,6 +28,7 @@ CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {  # attribute of the 
         lambda value: "mla_up_proj" in (value or ()), "keys and values are not kept anyway: take mla_up_proj out"
     ),
     "recompute_mla_up_proj": (bool, "keys and values are not kept anyway: leave it out"),
+    "mla_zero_memory": (bool, "attention is made again there with keys and values: leave it out"),
     "mla_mm_split": (bool, "the projection must be one: leave it out"),
     "enable_mla_absorb": (bool, "the projection is absorbed into queries there: leave it out"),
     "enable_dsa_indexer": (bool, "an indexer's choice of tokens is not supported: leave it out"),
@@ -97,6 +100,27 @@ class SendsLatents:
     """Mark of layers whose latents travel."""
 
 
+def latent_layer(part: Any) -> type[Any] | None:
+    """Return the class of a layer of multi-latent attention that a part of a spec names; None: it names none."""
+    parts, layer = getattr(part, "submodules", None), getattr(part, "module", None)
+    found = isinstance(layer, type) and all(getattr(parts, name, None) is not None for name in (UP, "core_attention"))
+    return layer if found else None
+
+
+def build_latents_wrapper(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Megatron's `build_module` as one that makes layers of multi-latent attention send their latents.
+
+    Named as MindSpeed's patches tell wrappers.
+    """
+
+    @wraps(build)
+    def build_module(spec: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = latent_layer(spec)
+        return build(spec if layer is None else replace(spec, module=with_latents(layer)), *args, **kwargs)
+
+    return build_module
+
+
 _MADE: dict[type[Any], type[Any]] = {}
 
 
@@ -156,6 +180,18 @@ def check_latents(layer: Any) -> None:
             f"{asked}: the weight of {UP} is {found}, and with {heads} heads here it must be "
             f"[{heads * rows}, {config.kv_lora_rank}]; leave latents out"
         )
+
+
+def check_latent_flags(args: Any, asked: str) -> None:
+    """Raise ConfigurationError where arguments leave no layer whose latents can travel. asked: the flag for it.
+
+    What else a layer cannot do it says when it is made.
+    """
+    if not getattr(args, "multi_latent_attention", False):
+        raise ConfigurationError(f"{asked} is of --multi-latent-attention, which this model has not: leave it out")
+    for name, (conflicts, what_to_do) in CONFLICTS.items():
+        if conflicts(value := getattr(args, name, None)):
+            raise ConfigurationError(f"--{name.replace('_', '-')} {value} does not go with {asked}: {what_to_do}")
 
 
 def _travel(layer: Any) -> bool:

@@ -9,7 +9,7 @@ from tokenring.api.arguments import check_schedule_name
 from tokenring.errors import ConfigurationError
 from tokenring.integrations.megatron.arguments import check_options
 from tokenring.integrations.megatron.attention import TokenRingAttention
-from tokenring.integrations.megatron.latents import UP, SendsLatents, with_latents
+from tokenring.integrations.megatron.latents import UP, SendsLatents, latent_layer, with_latents
 from tokenring.integrations.megatron.version import check_version
 
 OTHER_ATTENTION = ("cross_attention",)  # keys of another sequence: stays what it is
@@ -72,13 +72,6 @@ def _with_attention(part: Any, attention: Any, latents: bool) -> Any:
         new_parts["module"] = with_latents(layer)
     changes = {name: value for name, value in new_parts.items() if value is not found[name]}
     return replace(part, **changes) if changes else part
-
-
-def latent_layer(part: Any) -> type[Any] | None:
-    """Return the class of a layer of multi-latent attention that a part of a spec names; None: it names none."""
-    parts, layer = getattr(part, "submodules", None), getattr(part, "module", None)
-    found = isinstance(layer, type) and all(getattr(parts, name, None) is not None for name in (UP, "core_attention"))
-    return layer if found else None
 
 
 def _sends_latents(part: Any) -> bool:
