@@ -87,7 +87,7 @@ def latent_attention(
     # As for `attention`: not whether these tensors want gradients.
     training, operands = torch.is_grad_enabled(), (q, latent, rope, weight)
     with refusing(cp, "forward", *operands):
-        heads, value_dim = _sizes(*operands)
+        heads, value_dim = latent_sizes(*operands)
         travels = latent.shape[-1] + rope.shape[-1]
         whole = heads * (q.shape[-1] + value_dim)
     if travels >= whole:
@@ -139,19 +139,21 @@ def attend_latents_as(
     return out, lse
 
 
-def _sizes(q: object, latent: object, rope: object, weight: object) -> tuple[int, int]:
+def latent_sizes(
+    q: object, latent: object, rope: object, weight: object, name_of_call: str = "latent_attention"
+) -> tuple[int, int]:
     """Return the number of heads and the width of values. Raises ConfigurationError."""
     given = {"q": (q, 4), "latent": (latent, 3), "rope": (rope, 3), "weight": (weight, 2)}
     for name, (x, dims) in given.items():
         if not isinstance(x, torch.Tensor) or x.dim() != dims:
             found = list(x.shape) if isinstance(x, torch.Tensor) else f"of type {type(x).__name__}"
-            raise ConfigurationError(f"latent_attention expects {name} as a tensor of {dims} dimensions; it is {found}")
+            raise ConfigurationError(f"{name_of_call} expects {name} as a tensor of {dims} dimensions; it is {found}")
         if x.dtype != q.dtype or x.device != q.device:  # type: ignore[attr-defined]
             raise ConfigurationError(
                 f"{name} is {x.dtype} on {x.device}, and q {q.dtype} on {q.device}: "  # type: ignore[attr-defined]
                 f"give all four in one dtype, on one device"
             )
-        check_tensor("latent_attention", x)
+        check_tensor(name_of_call, x)
     shapes = f"q {list(q.shape)}, latent {list(latent.shape)}, rope {list(rope.shape)}"  # type: ignore[attr-defined]
     if latent.shape[:2] != rope.shape[:2] or q.shape[0] != latent.shape[0]:  # type: ignore[attr-defined]
         raise ConfigurationError(f"latent and rope must have the same tokens, and q the same batch; got {shapes}")

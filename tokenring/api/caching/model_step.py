@@ -152,7 +152,7 @@ class ModelStep:
             "sealed": filled.counts,
             "batch": cache.batch,
             "layers": cache.layers,
-            "kv heads and widths": (cache.kv_heads, cache.head_dim, cache.value_dim),
+            "kv heads and widths": (cache.kv_heads, cache.head_dim, cache.value_dim, *["latents"] * cache.latents),
             "dtype": cache.dtype,
             "capacity": cache.room.capacity,
             "page": cache.room.page,

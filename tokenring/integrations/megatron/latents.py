@@ -36,7 +36,7 @@ CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {  # attribute of the 
 
 
 class LatentSource:
-    """What the up-projection of a layer is given in a forward pass that is under way.
+    """The input of a layer's up-projection, in a forward pass that is under way.
 
     up: a linear layer without bias, weight [H · (Dn + Dv), L] of this tensor-parallel rank's heads; config: has
     qk_head_dim Dn and qk_pos_emb_head_dim R.

@@ -1,4 +1,4 @@
-"""What a plan predicts."""
+"""Times that a plan predicts."""
 
 from __future__ import annotations
 
