@@ -78,7 +78,7 @@ def run_case(here: Here, case: Case) -> Found:
     cp = here.cp(transport=here.transport("shm"), layout="zigzag", schedule="direct-kv")
     cache = made_cache(cp, case)
     q, latent, rope, weight = inputs(case)
-    outs, lses, at = [], [], 0
+    outs, lses, at, moves = [], [], 0, case.schedule in ("ring", "direct-kv")
     for tokens, home in case.chunks:
         parts, own = [x[:, at : at + tokens] for x in (q, latent, rope)], weight
         if home == TOKENS:
@@ -86,7 +86,7 @@ def run_case(here: Here, case: Case) -> Found:
         if home == BY_HEADS:
             parts[0] = parts[0].chunk(here.world_size, 2)[here.rank].contiguous()
             own = weight.chunk(here.world_size)[here.rank]
-        with cache.step(tokens, home, case.schedule if home == ALL else "auto"):  # type: ignore[arg-type]
+        with cache.step(tokens, home, case.schedule if (home == TOKENS) == moves else "auto"):  # type: ignore[arg-type]
             out, lse = cached(*parts, own, cache, 0, return_lse=True)
         if home == TOKENS:
             out, lse = tr.unshard(out, cp), tr.unshard(lse.contiguous(), cp, 2)
@@ -135,6 +135,8 @@ CHOSEN = (
     Case(2, ((24, TOKENS), (5, ALL), (16, TOKENS), *((1, ALL),) * 20)),
     Case(4, ((24, TOKENS), (5, BY_HEADS), (16, TOKENS), *((1, BY_HEADS),) * 20)),
     Case(4, ((40, ALL), *((1, ALL),) * 5), schedule="two-step"),
+    Case(4, ((24, TOKENS), (16, TOKENS), (16, TOKENS)), schedule="ring"),
+    Case(2, ((24, TOKENS), (16, TOKENS), (8, TOKENS)), schedule="direct-kv", batch=2),
     Case(3, ((24, TOKENS), (5, ALL), *((1, ALL),) * 9), window=9),
     Case(2, ((19, ALL), (4, ALL), *((1, ALL),) * 5), starts=(0, 7, 16), batch=3, page=1),
 )
@@ -166,7 +168,7 @@ def test_values_that_are_moved_apart_are_seen(ranks: RankPools) -> None:
 # ---------- bytes
 
 
-def sent_by(here: Here, home: str) -> int:
+def sent_by(here: Here, home: str, schedule: str = "auto") -> int:
     """Bytes of the second of two calls of 24 tokens, or of one decoded."""
     cp = here.cp(transport=here.transport("shm"), schedule="direct-kv", layout="contiguous")
     case = Case(here.world_size, ((24, TOKENS), (24, TOKENS)))
@@ -176,18 +178,20 @@ def sent_by(here: Here, home: str) -> int:
         parts = [x[:, at : at + tokens] for x in inputs(case)[:3]]
         parts = [tr.shard(x, cp) for x in parts] if home_of == TOKENS else parts
         before = sum(cp.transport.sent_bytes.values())
-        with cache.step(tokens, home_of):  # type: ignore[arg-type]
+        with cache.step(tokens, home_of, schedule):  # type: ignore[arg-type]
             cached(*parts, weight, cache, 0)
     return sum(cp.transport.sent_bytes.values()) - before
 
 
 @pytest.mark.parametrize("ranks_", [2, 3])
 def test_bytes(ranks_: int, ranks: RankPools) -> None:
-    """Decode: results as wide as latents. Sharded: q, results, and each latent once, to the ranks behind it."""
+    """Decode: results as wide as latents. Sharded: q and results, or cached latents; new ones to the ranks behind."""
     assert ranks(ranks_)(sent_by, ALL) == [(ranks_ - 1) * HEADS * (LATENT * 4 + 4)] * ranks_
     part, q_and_results = 24 // ranks_, HEADS * (LATENT + ROPE + LATENT + 1)
     new = [(ranks_ - 1 - rank) * part * (LATENT + ROPE) * 4 for rank in range(ranks_)]
-    assert ranks(ranks_)(sent_by, TOKENS) == [part * q_and_results * 4 * (ranks_ - 1) + each for each in new]
+    for schedule, moves in (("direct-q", q_and_results), ("direct-kv", LATENT + ROPE), ("ring", LATENT + ROPE)):
+        wanted_ = [part * moves * 4 * (ranks_ - 1) + each for each in new]
+        assert ranks(ranks_)(sent_by, TOKENS, schedule) == wanted_, schedule
 
 
 def test_deepseek_keeps_a_fiftieth_and_more() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tokenring.api.attention import attend
 from tokenring.api.caching.checks import CallForm, agree_on_form, checked_call
-from tokenring.api.caching.choosing import exchange_name
+from tokenring.api.caching.choosing import exchange_name, own_exchange
 from tokenring.api.caching.filling import Runs, runs_of
 from tokenring.api.caching.memory import CacheMemory, Home
 from tokenring.api.caching.model_step import ModelStep
@@ -212,7 +212,12 @@ def _attend_own(
         opened = rows_over(q.transpose(1, 2), runs[cp.rank], keys, values, filled.open_runs, sight, scale)
         new = merged(new, opened)
     found = new
-    if any(filled.counts):
+    name = own_exchange(cache, layer, step.schedule, q) if any(filled.counts) else DIRECT_Q
+    if name != DIRECT_Q:
+        from tokenring.api.caching.moving import over_moved
+
+        found = merged(new, over_moved(q, cache, layer, name, scale))
+    elif any(filled.counts):
         rows = Rows(q.shape[0], q.shape[2], q.shape[1], cache.value_dim, cache.dtype)
 
         def sealed(rank: int, theirs: torch.Tensor) -> Partial:

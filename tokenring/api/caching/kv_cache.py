@@ -43,7 +43,7 @@ class KVCache(CacheMemory, Standing):
 
     _internal: ClassVar[frozenset[str]] = frozenset((
         "appended", "as_values", "check_open", "choices", "current", "differing", "exchange", "filled", "forms",
-        "history", "keys", "latents", "note", "open_keys", "open_values", "opened", "owned", "room", "sealed",
+        "history", "keys", "latents", "movers", "note", "open_keys", "open_values", "opened", "owned", "room", "sealed",
         "sharded", "sight", "steps", "values",
     ))  # fmt: skip
 
@@ -109,8 +109,9 @@ class KVCache(CacheMemory, Standing):
         token_ids: the new tokens, [B, T], whole on every rank; ranks whose tokens differ are refused before anything
         is cached. Or only their number T. q_home: "all" if every rank computes all of them; "tokens" if each computes
         its part in cp's layout; "heads" if each computes all of them for its part of the query heads.
-        schedule: how partial results reach their ranks, with q_home "all" the "one-shot" or "two-step" exchange, else
-        "direct-q"; "auto": the faster one on this interconnect, as rank 0 works it out once for each size.
+        schedule: with q_home "all" how partial results reach their ranks, in a "one-shot" or "two-step" exchange; with
+        "tokens" what moves, q and results ("direct-q") or what is cached ("direct-kv", "ring"); with "heads"
+        "direct-q". "auto": the fastest on this interconnect, as rank 0 works it out once for each size.
         Raises ConfigurationError, on all ranks, also where the cache has no room.
         """
         from tokenring.api.caching.model_step import ModelStep
@@ -184,6 +185,9 @@ class KVCache(CacheMemory, Standing):
 
     def close(self) -> None:
         """Give back the memory; closing twice is fine, and every other use is refused."""
+        for cp in self.movers.values():
+            cp.close()
+        self.movers = {}
         self.keys, self.values, self.open_keys, self.open_values = [], [], [], []
         self.opened, self._sealed = [], []
         self.filled = [self._empty] * self.layers

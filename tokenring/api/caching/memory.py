@@ -52,7 +52,8 @@ class CacheMemory:
         self._sealed: list[tuple[int, torch.Tensor, torch.Tensor] | None] = [None] * layers  # as it was given out last
         self._empty = Filled.empty(room.ranks)
         self.filled = [self._empty] * layers
-        self.choices: dict[tuple[int, int, int], str] = {}  # of exchanges, by the size of rows: see `choosing`
+        self.choices: dict[tuple[int, ...], str] = {}  # of exchanges, by the size of rows: see `choosing`
+        self.movers: dict[str, ContextParallel] = {}  # contexts of schedules that move what is cached: see `moving`
         self._pad(starts)
 
     def _memory(self, tokens: int, width: int, *layers: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""New tokens of a cache of latents among themselves, where each rank has its part of them."""
+"""New tokens over latents by a schedule, where each rank has its part of both."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 
 def attend_new(
-    q: torch.Tensor, keys: torch.Tensor, value_dim: int, cp: ContextParallel, mask: Mask, scale: float, layout: Layout
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out [B, T, H, L] and lse [B, H, T] of new tokens among themselves by a schedule; latents travel once.
+    q: torch.Tensor, keys: torch.Tensor, value_dim: int, cp: ContextParallel, mask: Mask, scale: float,
+    layout: Layout | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return out [B, T, H, L] and lse [B, H, T] of new tokens over latents, by a schedule; latents travel once.
 
-    q [B, T, H, L + R] and keys [B, T, 1, L + R] are each rank's part of them, in this layout.
+    q [B, T, H, L + R] and keys [B, S, 1, L + R] are each rank's part of them, in this layout, or in cp's.
     """
     with refusing(cp, "forward", q, keys):
         plain = request_of(q, keys, keys[..., :value_dim], cp, mask, scale, False, False, layout=layout)
