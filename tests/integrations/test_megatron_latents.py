@@ -65,6 +65,14 @@ def test_a_layer_without_the_projection() -> None:
         check_latents(made)
 
 
+def test_soft_capped_scores() -> None:
+    made = Layer()
+    made.core_attention = torch.nn.Identity()
+    made.core_attention.softcap = 30.0  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match="soft-capped: leave latents out"):
+        check_latents(made)
+
+
 def test_a_projection_that_was_not_called() -> None:
     source = LatentSource(Layer().linear_kv_up_proj, Layer().config)
     with pytest.raises(UnsupportedError, match="the layer's linear_kv_up_proj was not"):

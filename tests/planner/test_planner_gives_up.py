@@ -37,7 +37,7 @@ def test_the_work_of_one_rank_bounds_each_pass(seed: int) -> None:
     schedule, asked = drawn(seed)
     outcomes = predict(schedule, asked, record=True).outcomes
     for rank in range(schedule.world_size):
-        for work, outcome in zip(work_seconds(schedule, asked, rank), outcomes, strict=True):
+        for work, outcome in zip(work_seconds(schedule, asked, rank)[0], outcomes, strict=True):
             assert work <= outcome.busy_seconds[rank] * (1 + 1e-9)
             assert work <= outcome.seconds * (1 + 1e-9)
 

@@ -14,7 +14,7 @@ from oracle import relative_error
 from ranks import Here
 
 from mcore.world import contiguous_rows, packed_rows, parallel
-from tokenring.integrations.megatron import per_layer, use_tokenring
+from tokenring.integrations.megatron import per_layer, use_tokenring, use_tokenring_linears
 
 VOCABULARY = 96
 # Keys of 16 + 8, values of 16; rotary embeddings without YaRN.
@@ -46,14 +46,19 @@ class Job:
     softmax: str = "vanilla"
     latent: bool = False  # multi-latent attention, whose values are narrower than its keys: LATENT
     travels: bool = False  # its latents travel
-    sequence_parallel: bool = False
     recompute_modules: tuple[str, ...] | None = None
+    sequence_parallel: bool = False
+    linears: str = ""  # the schedule of our linear layers; "": Megatron's own
 
     @property
     def whole(self) -> Job:
         """The same on one rank, in float64."""
-        plain = replace(self, travels=False, sequence_parallel=False, recompute_modules=None)
-        return replace(plain, tp=1, cp=1, pp=1, recompute="", cp_comm_type=None, rows="zigzag", dtype=torch.float64)
+        plain = replace(self.whole_in(torch.float64), travels=False, recompute_modules=None)
+        return replace(plain, recompute="", cp_comm_type=None, rows="zigzag")
+
+    def whole_in(self, dtype: torch.dtype) -> Job:
+        """The same on one rank, in this dtype."""
+        return replace(self, tp=1, cp=1, pp=1, sequence_parallel=False, linears="", dtype=dtype)
 
     def config(self) -> Any:
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -83,7 +88,7 @@ class Job:
         )
 
     def layer_spec(self) -> Any:
-        """Megatron's own spec of a layer."""
+        """Megatron's own spec of a layer, with our linears where the job says so."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
         if self.latent:
@@ -91,7 +96,8 @@ class Job:
 
             if not isinstance(getattr(module, "TELinear", object), type):  # 0.16, without TransformerEngine: a mock
                 module.TELinear = type("TELinear", (), {})
-        return get_gpt_layer_local_spec(multi_latent_attention=self.latent)
+        spec = get_gpt_layer_local_spec(multi_latent_attention=self.latent)
+        return use_tokenring_linears(spec, self.linears) if self.linears else spec
 
 
 class WholeAttention(torch.nn.Module):
@@ -275,9 +281,16 @@ def take_weights(model: Any, whole: dict[str, torch.Tensor]) -> None:
 
 
 def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Over ranks that have other tokens: data and context parallel ones. In one message, as each wakes all ranks."""
+    """Over ranks that have other tokens: data and context parallel ones. In one message, as each wakes all ranks.
+
+    Parameters that tensor-parallel ranks have alike, and apply to other tokens each, are added up over these before.
+    """
     from megatron.core import parallel_state as state
 
+    parameters = list(parameters)
+    for parameter in parameters:
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(parameter.grad, group=state.get_tensor_model_parallel_group())
     found = [parameter.grad for parameter in parameters]
     grads = [grad for grad in found if grad is not None]
     assert len(grads) == len(found)

@@ -162,6 +162,8 @@ def check_latents(layer: Any) -> None:
     for name, (conflicts, what_to_do) in CONFLICTS.items():
         if conflicts(value := getattr(config, name, None)):
             raise UnsupportedError(f"{asked} with {name} {value!r}: {what_to_do}")
+    if getattr(getattr(layer, "core_attention", None), "softcap", 0.0):
+        raise UnsupportedError(f"{asked} where scores are soft-capped: leave latents out")
     up = getattr(layer, UP, None)
     if up is None:
         raise UnsupportedError(f"{asked}: {type(layer).__name__} has no {UP}; leave latents out")

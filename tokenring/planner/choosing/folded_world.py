@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tokenring.errors import ConfigurationError
@@ -14,7 +15,8 @@ from tokenring.lowering.program import Program
 from tokenring.lowering.target import Contacts, Target, links
 from tokenring.planner.choosing.symmetry import FoldedNet, folded, symmetry_of
 from tokenring.planner.interconnects.interconnect import Interconnect
-from tokenring.planner.simulation.operations import alone_seconds, operations
+from tokenring.planner.simulation.chained import chained_seconds
+from tokenring.planner.simulation.operations import Operation, alone_seconds, operations
 from tokenring.planner.simulation.predict import WINDOW_SHARE, Setting, kernel_seconds_of
 from tokenring.planner.simulation.simulate import TakesLonger, simulate
 from tokenring.schedule.families.registry import parse
@@ -83,7 +85,9 @@ class FoldedWorld:
         self._known: dict[Pass, Figures] = {}
         self._needs: dict[Pass, HeldBytes] = {}
         self._lowered: dict[Pass, dict[int, Program]] = {each: {} for each in setting.passes}  # until simulated
+        self._costs: dict[Pass, dict[int, list[Operation]]] = {each: {} for each in setting.passes}  # the same
         self._work: dict[Pass, float] = {}
+        self._chained: dict[Pass, float] = {}
         self._wires: dict[Pass, float] = {}
 
     def one_pass(self, direction: Pass, most_seconds: float = math.inf) -> Figures:
@@ -97,9 +101,18 @@ class FoldedWorld:
     def work_seconds(self, direction: Pass) -> float:
         """Return how long rank 0 takes alone in a pass: no pass takes less."""
         if direction not in self._work:
-            costs = operations(self.schedule, self.size, self._program(direction, 0), self.rates)
-            self._work[direction] = alone_seconds(costs, self.messages.post_seconds)
+            self._work[direction] = alone_seconds(self._operations(direction, 0), self.messages.post_seconds)
         return self._work[direction]
+
+    def chained_seconds(self, direction: Pass) -> float:
+        """Return how long rank 0 takes in a pass with what it waits for, were all others always ready: no less."""
+        if direction not in self._chained:
+            self._chained[direction] = self._chain(direction, [0], whole=False)
+        return self._chained[direction]
+
+    def _chain(self, direction: Pass, ranks: Iterable[int], whole: bool) -> float:
+        programs = {rank: self._operations(direction, rank) for rank in ranks}
+        return chained_seconds(programs, self.net, self.messages, self.symmetry.canonical, whole=whole)
 
     def wire_seconds(self, direction: Pass) -> float:
         """Return how long the busiest wire needs for what a pass puts on it: no pass takes less."""
@@ -113,8 +126,8 @@ class FoldedWorld:
         return self._wires[direction]
 
     def least_seconds(self, direction: Pass) -> float:
-        """Return how long a pass takes at least: its busiest wire, or rank 0 alone."""
-        return max(self.wire_seconds(direction), self.work_seconds(direction))
+        """Return how long a pass takes at least: its busiest wire, or rank 0 with what it waits for."""
+        return max(self.wire_seconds(direction), self.work_seconds(direction), self.chained_seconds(direction))
 
     def needs(self, direction: Pass) -> HeldBytes:
         """Return the memory and connections of the rank of host 0 that needs most in one pass."""
@@ -137,11 +150,18 @@ class FoldedWorld:
             known[rank] = lower(self.schedule, rank, direction, self.size, target)
         return known[rank]
 
+    def _operations(self, direction: Pass, rank: int) -> list[Operation]:
+        known = self._costs[direction]
+        if rank not in known:
+            known[rank] = operations(self.schedule, self.size, self._program(direction, rank), self.rates)
+        return known[rank]
+
     def _one_pass(self, direction: Pass, most_seconds: float) -> Figures:
-        schedule, size, needs = self.schedule, self.size, self.needs(direction)
-        programs = self._programs(direction)
-        self._lowered[direction] = {}
-        costs = [operations(schedule, size, program, self.rates) for program in programs]
+        if self._chain(direction, range(self.unit), whole=True) > most_seconds:
+            raise TakesLonger
+        needs = self.needs(direction)
+        costs = [self._operations(direction, rank) for rank in range(self.unit)]
+        self._lowered[direction], self._costs[direction] = {}, {}
         compute = max(map(kernel_seconds_of, costs))
         outcome = simulate(
             self.net, costs, self.messages, canonical=self.symmetry.canonical, sharing_seconds=WINDOW_SHARE * compute,

@@ -183,10 +183,11 @@ def _simulated(
             yield each
         elif counted == WIRES:
             work = work_seconds(each.schedule, setting, each.least.busiest_rank)
-            each = replace(each, least=each.least.with_work(work))
+            each = replace(each, least=each.least.with_work(*work))
             heapq.heappush(waiting, (each.seconds, at, each, WORK))
         elif counted == WORK:
-            whole = least_seconds(each.schedule, setting, (), each.least.wires).with_work(each.least.of_passes)
+            whole = least_seconds(each.schedule, setting, (), each.least.wires)
+            whole = whole.with_work(each.least.of_passes, each.least.chained)
             each = replace(each, least=whole)
             heapq.heappush(waiting, (each.weighed_seconds, at, each, ALL))
         else:
@@ -199,10 +200,10 @@ def _simulated(
 
 def _predicted(each: Judged, setting: Setting, most_seconds: float) -> Judged:
     """Return the schedule with its prediction; without, where it takes longer than `most_seconds`."""
-    least = each.least
-    found = predict_within(
-        each.schedule, setting, most_seconds * ROUNDING, least.of_passes, wires=least.wires
-    )
+    least, most = each.least.with_waits, most_seconds * ROUNDING
+    found = None
+    if sum(least) <= most:
+        found = predict_within(each.schedule, setting, most, least, wires=each.least.wires)
     return replace(each, prediction=found, exceeds_seconds=most_seconds if found is None else None)
 
 

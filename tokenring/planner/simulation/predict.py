@@ -16,6 +16,7 @@ from tokenring.lowering.program import Program
 from tokenring.lowering.storage import Storage, storage_of
 from tokenring.lowering.target import IDEAL, Target, contacts
 from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.simulation.chained import chained_seconds
 from tokenring.planner.simulation.operations import Compute, Costs, Operation, alone_seconds
 from tokenring.planner.simulation.simulate import Outcome, TakesLonger, simulate
 from tokenring.sequence.workload import Workload
@@ -97,7 +98,8 @@ class Least(NamedTuple):
 
     of_passes: seconds of each pass. kernel_seconds: as a prediction's compute_seconds, of the ranks that were looked
     at. busiest_rank: of these, the one whose kernels take longest in the last pass. work_seconds: of all that this rank
-    does, once that was counted.
+    does, once that was counted. chained: of each pass, that rank with what it waits for; empty where not counted.
+    Pieces wait for less: so this says what cannot win as it is, and never what to try in pieces.
     """
 
     of_passes: tuple[float, ...]
@@ -105,6 +107,12 @@ class Least(NamedTuple):
     kernel_seconds: float
     busiest_rank: int
     work_seconds: float = 0.0
+    chained: tuple[float, ...] = ()
+
+    @property
+    def with_waits(self) -> tuple[float, ...]:
+        """Seconds that each pass takes at least, as it is."""
+        return tuple(map(max, self.of_passes, self.chained)) if self.chained else self.of_passes
 
     @property
     def seconds(self) -> float:
@@ -116,10 +124,11 @@ class Least(NamedTuple):
         """Seconds of the busiest wire of each pass, for the bytes alone."""
         return self.wires.seconds
 
-    def with_work(self, of_passes: Iterable[float]) -> Least:
-        """Return the least where a rank is busy for so long in each pass."""
+    def with_work(self, of_passes: Iterable[float], chained: Iterable[float] = ()) -> Least:
+        """Return the least where a rank is busy for so long in each pass, and takes so long with what it waits for."""
         work = tuple(of_passes)
-        return self._replace(of_passes=tuple(map(max, self.of_passes, work)), work_seconds=sum(work))
+        least = tuple(map(max, self.of_passes, work))
+        return self._replace(of_passes=least, work_seconds=sum(work), chained=tuple(chained))
 
 
 def least_seconds(
@@ -154,15 +163,26 @@ def _kernels_of_rank(storage: Storage, rank: int, setting: Setting, costs: Costs
     return sum(costs.kernel_seconds(call.patch) for _, made in of_tiles for call in made)
 
 
-def work_seconds(schedule: ScheduleData, setting: Setting, rank: int) -> list[float]:
-    """Return how long a rank takes alone in each pass: kernels, copies, merges, posts. No pass takes less."""
-    found = []
+def work_seconds(schedule: ScheduleData, setting: Setting, rank: int) -> tuple[list[float], list[float]]:
+    """Return how long a rank takes in each pass, alone and with what it waits for. No pass takes less.
+
+    Alone: kernels, copies, merges, posts. The second is as long as if all others were always ready.
+    """
+    alone, chained = [], []
     for direction in setting.passes:
         costs = Costs(schedule, setting.workload, direction, setting.machine.rates)
         (program,) = lowered(schedule, setting, direction, [rank])
-        post_seconds = setting.machine.messages.post_seconds
-        found.append(alone_seconds(costs.operations(program), post_seconds))
-    return found
+        made = costs.operations(program)
+        alone.append(alone_seconds(made, setting.machine.messages.post_seconds))
+        chained.append(_chained({rank: made}, setting, whole=False))
+    return alone, chained
+
+
+def _chained(programs: Mapping[int, Sequence[Operation]], setting: Setting, whole: bool = True) -> float:
+    machine = setting.machine
+    return chained_seconds(
+        programs, setting.interconnect, machine.messages, start_seconds=machine.start_seconds, whole=whole
+    )
 
 
 def wire_bytes(schedule: ScheduleData, setting: Setting, direction: Pass) -> dict[str, int]:
@@ -223,14 +243,19 @@ def predict_within(
 
     least_of_passes: seconds that each pass takes at least. wires: the busiest, where they are known.
     """
-    made = []
-    spare_seconds = most_seconds - sum(least_of_passes)
+    spare_seconds, passes = most_seconds - sum(least_of_passes), []
     for direction, least in zip(setting.passes, least_of_passes, strict=True):
+        passes.append(one := _PassToSimulate(schedule, setting, direction, least, most_seconds < math.inf))
+        spare_seconds -= one.least_seconds - least
+        if spare_seconds < 0:  # nothing is simulated of what all passes rule out together
+            return None
+    made = []
+    for one in passes:
         try:
-            made.append(_pass(schedule, setting, direction, record, spare_seconds + least))
+            made.append(one.simulated(spare_seconds + one.least_seconds, record))
         except TakesLonger:
             return None
-        spare_seconds -= made[-1][0].seconds - least
+        spare_seconds -= made[-1][0].seconds - one.least_seconds
     pools = [max(of_rank) for of_rank in zip(*(pools for _, _, pools in made), strict=True)]
     return Prediction(
         sum(outcome.seconds for outcome, _, _ in made),
@@ -242,26 +267,34 @@ def predict_within(
     )
 
 
-def _pass(
-    schedule: ScheduleData, setting: Setting, direction: Pass, record: bool, most_seconds: float
-) -> tuple[Outcome, float, list[int]]:
-    """Return the outcome, what kernels take at least, and what each rank holds. Raises TakesLonger."""
-    workload = setting.workload
-    costs = Costs(schedule, workload, direction, setting.machine.rates)
-    programs: list[Sequence[Operation]] = []
-    pools = Pools(schedule, workload, setting.target)
-    for program in lowered(schedule, setting, direction):
-        programs.append(costs.operations(program))
-        pools.add(program, kept_bytes(schedule, workload, program))
-    machine = setting.machine
-    kernels = machine.kernel_seconds([kernel_seconds_of(program) for program in programs])
-    window = WINDOW_SHARE * kernels if schedule.world_size > FEW_RANKS else 0.0
-    outcome = simulate(
-        setting.interconnect, programs, machine.messages, record,
-        cores=machine.shared_cores, sharing_seconds=window, kernels_share=machine.kernels_share,
-        start_seconds=machine.start_seconds, most_seconds=most_seconds,
-    )  # fmt: skip
-    return outcome, kernels, pools.nbytes()
+class _PassToSimulate:
+    """One pass of a schedule, lowered for all ranks: what it takes at least, and simulated, once, what it takes."""
+
+    def __init__(
+        self, schedule: ScheduleData, setting: Setting, direction: Pass, least_seconds: float, limited: bool
+    ) -> None:
+        self.setting, workload = setting, setting.workload
+        costs = Costs(schedule, workload, direction, setting.machine.rates)
+        self.programs: list[Sequence[Operation]] = []
+        self.pools = Pools(schedule, workload, setting.target)
+        for program in lowered(schedule, setting, direction):
+            self.programs.append(costs.operations(program))
+            self.pools.add(program, kept_bytes(schedule, workload, program))
+        chained = _chained(dict(enumerate(self.programs)), setting) if limited else 0.0
+        self.least_seconds = max(least_seconds, chained)
+
+    def simulated(self, most_seconds: float, record: bool) -> tuple[Outcome, float, list[int]]:
+        """Return the outcome, what kernels take at least, and what each rank holds. Raises TakesLonger."""
+        machine, programs = self.setting.machine, self.programs
+        kernels = machine.kernel_seconds([kernel_seconds_of(program) for program in programs])
+        window = WINDOW_SHARE * kernels if len(programs) > FEW_RANKS else 0.0
+        outcome = simulate(
+            self.setting.interconnect, programs, machine.messages, record,
+            cores=machine.shared_cores, sharing_seconds=window, kernels_share=machine.kernels_share,
+            start_seconds=machine.start_seconds, most_seconds=most_seconds,
+        )  # fmt: skip
+        self.programs = []  # simulated once, and large
+        return outcome, kernels, self.pools.nbytes()
 
 
 def lowered(
