@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenring._version import __version__
     from tokenring.api.attention import attention, plan
-    from tokenring.api.caching.cached_attention import cached_attention
+    from tokenring.api.caching.cached_attention import cached_attention, cached_latent_attention
     from tokenring.api.caching.engines import combine, gather_queries, local_lengths
     from tokenring.api.caching.kv_cache import KVCache
     from tokenring.api.capture import CapturedAttention, capture
@@ -94,6 +94,7 @@ __all__ = [
     "all_reduce",
     "attention",
     "cached_attention",
+    "cached_latent_attention",
     "capture",
     "choose_layout",
     "column_linear",
@@ -115,7 +116,7 @@ __all__ = [
 _MODULES = {
     "_version": "__version__",
     "api.attention": "attention plan",
-    "api.caching.cached_attention": "cached_attention",
+    "api.caching.cached_attention": "cached_attention cached_latent_attention",
     "api.caching.engines": "combine gather_queries local_lengths",
     "api.caching.kv_cache": "KVCache",
     "api.capture": "CapturedAttention capture",

@@ -1,7 +1,7 @@
 """MindSpeed-LLM's launch scripts with context parallelism, on emulated NPUs with tokenring's attention.
 
     MINDSPEED_LLM_SRC=.../MindSpeed-LLM MINDSPEED_SRC=.../MindSpeed MEGATRON_SRC=.../Megatron-LM \\
-        python benchmarks/mindspeed_llm [NAME ...] [--ranks 4] [--schedule auto] [--also "FLAG VALUE"]
+        python benchmarks/mindspeed_llm [NAME ...] [--ranks 4] [--schedule auto] [--also "FLAG VALUE"] [--latents]
 
 Each script is run with launchers that note its flags. Sizes are shrunk, and flags dropped that have nothing to do with
 attention (scripts.py). Then, in processes of their own, MindSpeed-LLM's real adaptor, parser, model and cut of batches
@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--schedule", default="auto")
     parser.add_argument("--also", default="", help="flags behind those of the scripts, as another algorithm")
+    parser.add_argument("--latents", action="store_true", help="send latents: scripts with multi-latent attention only")
     parser.add_argument("--verbose", action="store_true", help="whole errors")
     asked = parser.parse_args()
     if missing := [name for name in SOURCES if not os.environ.get(name)]:
@@ -51,7 +52,8 @@ def main() -> int:
         named = [value for flag, value in pairwise(flags) if flag == "--context-parallel-algo"]
         algorithm = named[-1] if named else "megatron_cp_algo"
         packed = ", packed" if "--reset-attention-mask" in flags else ""
-        error, text = of_script(flags, asked.ranks, asked.schedule, asked.verbose)
+        tokenrings = ["--tokenring-schedule", asked.schedule, *(["--tokenring-latents"] if asked.latents else [])]
+        error, text = of_script(flags, asked.ranks, tokenrings, asked.verbose)
         ran += error is not None
         wrong += error is not None and not error <= LIMIT
         print(f"{path.relative_to(llm / 'examples')} ({algorithm}{packed}): {text}", flush=True)
@@ -59,15 +61,16 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def of_script(flags: list[str], ranks: int, schedule: str, verbose: bool) -> tuple[float | None, str]:
+def of_script(flags: list[str], ranks: int, tokenrings: list[str], verbose: bool) -> tuple[float | None, str]:
     """Return the largest relative error of a gradient, None where it did not run, and what to print."""
     sources = [os.environ[name] for name in SOURCES]
     pools = NpuPools()
     try:
-        ours = [*shrunk(flags, ranks), "--tokenring-schedule", schedule]
+        ours = [*shrunk(flags, ranks), *tokenrings]
         with pools.expendable(ranks) as several:
             replaced = several.within(SECONDS, llm_step.start, sources, ours, True)[0]
             made = several.within(SECONDS, llm_step.gradients)[0]
+            latents = several(llm_step.latent_layers)[0]
         with pools.expendable(1) as one:
             one.within(SECONDS, llm_step.start, sources, shrunk(flags, 1), False)
             (wanted,) = one.within(SECONDS, llm_step.gradients)
@@ -78,7 +81,8 @@ def of_script(flags: list[str], ranks: int, schedule: str, verbose: bool) -> tup
     errors = {name: float((made[name] - x).norm() / x.norm().clamp_min(1e-30)) for name, x in wanted.items()}
     worst = max(errors, key=lambda name: errors[name])
     both = all("TokenRingAttention" in classes for classes in replaced.values())
-    return errors[worst], f"{'both attentions replaced' if both else replaced}; {worst} off by {errors[worst]:.1e}"
+    text = f"{'both attentions replaced' if both else replaced}; {worst} off by {errors[worst]:.1e}"
+    return errors[worst], text + (f"; latents of {latents} layers travel" if latents else "")
 
 
 def said(error: RankError) -> str:

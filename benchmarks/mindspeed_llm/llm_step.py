@@ -19,6 +19,8 @@ import torch.distributed as dist
 from mindspeed_npu import Finder
 from ranks import Here
 
+from tokenring.integrations.megatron.latents import SendsLatents
+
 # Packages that MindSpeed-LLM imports for other things than a step, where they are not installed.
 ELSEWHERE = (
     "transformers", "peft", "datasets", "apex", "safetensors", "acl", "fsdp_turbo", "mindio_ttp", "mindio_acp", "nltk",
@@ -151,12 +153,19 @@ def batches(args: Any) -> list[dict[str, torch.Tensor]]:
     return [{**found, "actual_seq_len": torch.tensor(ENDS)} if args.reset_attention_mask else found]
 
 
+def latent_layers(here: Here) -> int:
+    """How many layers the model of the last step had whose latents travel."""
+    found: int = here.memory["latent layers"]
+    return found
+
+
 def gradients(here: Here) -> dict[str, torch.Tensor]:
     """The gradients of one step, added up over the ranks."""
     args = import_module("megatron.training.global_vars").get_args()
     torch.manual_seed(1)
     pretrain = import_module("pretrain_gpt")
     model = pretrain.model_provider().to("npu")
+    here.memory["latent layers"] = sum(isinstance(each, SendsLatents) for each in model.modules())
     tokens, labels, loss_mask, attention_mask, positions = pretrain.get_batch(iter(batches(args)))
     losses = model(tokens, positions, attention_mask, labels=labels)
     (losses.float() * loss_mask).sum().div(args.seq_length).backward()

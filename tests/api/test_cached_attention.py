@@ -14,6 +14,7 @@ from oracle import cached64
 from ranks import Here, RankPools
 
 import tokenring as tr
+from tokenring import ConfigurationError
 
 WHOLE_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 HEADS, DIM = 4, 8
@@ -32,6 +33,7 @@ class Case(NamedTuple):
     starts: tuple[int, ...] | None = None
     batch: int = 1
     value_dim: int = DIM
+    schedule: str = "auto"  # of sharded chunks
 
     @property
     def compared(self) -> int:
@@ -84,7 +86,7 @@ def run_case(here: Here, case: Case) -> Found:
     outs, lses, at = [], [], 0
     for tokens, home in case.chunks:
         parts = [chunks_of(here, case, x, at, tokens, home) for x in (q, k, v)]
-        with cache.step(tokens, home):  # type: ignore[arg-type]
+        with cache.step(tokens, home, case.schedule if home == TOKENS else "auto"):  # type: ignore[arg-type]
             out, lse = tr.cached_attention(parts[0], parts[1], parts[2], cache, 0, return_lse=True)
         if home == "tokens":
             out, lse = tr.unshard(out, cp), tr.unshard(lse.contiguous(), cp, 2)
@@ -143,6 +145,10 @@ CHOSEN = (
     Case(2, ((19, ALL), (4, ALL), *((1, ALL),) * 5), starts=(0, 7, 16), batch=3),
     Case(3, ((300, ALL), (1, ALL)), kv_heads=1, starts=(290, 3), batch=2, window=40),
     Case(2, ((16, TOKENS), (3, ALL), (1, ALL)), value_dim=4),
+    Case(2, ((16, TOKENS), (3, ALL), (8, TOKENS), (1, ALL)), value_dim=4, schedule="ring"),
+    Case(3, ((24, TOKENS), (29, ALL), (12, TOKENS), (18, TOKENS)), schedule="direct-kv", batch=2),
+    Case(4, ((24, TOKENS), (16, TOKENS), (1, ALL)), schedule="ring", layout="contiguous", kv_heads=1),
+    Case(4, ((24, TOKENS), (16, TOKENS), (1, ALL)), schedule="direct-q"),
 )
 
 
@@ -215,26 +221,64 @@ def test_a_decode_step_sends_results_alone_and_binds_nothing_new(
         assert found == Sent(2 * a_layer, 0)
 
 
-def run_sharded(here: Here) -> int:
+def run_sharded(here: Here, schedule: str, cached: int, new: int) -> int:
     """Bytes of the second of two sharded chunks, less those of its tokens among themselves."""
     cp = here.cp(transport=here.transport("shm"), schedule="direct-kv")
     assert cp.transport is not None
     sent = []
-    for cached in (0, 24):
-        cache = tr.KVCache(cp, layers=1, kv_heads=2, head_dim=DIM, capacity=64, page=4)
-        for tokens in (cached, 24):
+    for before_it in (0, cached):
+        cache = tr.KVCache(cp, layers=1, kv_heads=2, head_dim=DIM, capacity=cached + new, page=4)
+        for tokens in (before_it, new):
             x = [torch.randn(1, tokens // here.world_size, heads, DIM) for heads in (HEADS, 2, 2)]
             before = sum(cp.transport.sent_bytes.values())
             if tokens:
-                tr.cached_attention(x[0], x[1], x[2], cache, 0, q_home="tokens")
+                with cache.step(tokens, "tokens", schedule):  # type: ignore[arg-type]
+                    tr.cached_attention(x[0], x[1], x[2], cache, 0)
         sent.append(sum(cp.transport.sent_bytes.values()) - before)
+        cache.close()
     return sent[1] - sent[0]
 
 
 @pytest.mark.parametrize("ranks_", [2, 3])
-def test_a_sharded_chunk_sends_q_and_results(ranks_: int, ranks: RankPools) -> None:
-    whole = 24 * HEADS * (DIM * 4 + DIM * 4 + 4)  # q + o + l
-    assert ranks(ranks_)(run_sharded) == [whole * (ranks_ - 1) // ranks_] * ranks_
+def test_a_sharded_chunk_sends_q_and_results_or_the_cache(ranks_: int, ranks: RankPools) -> None:
+    """To the byte; "auto" sends what is predicted to be faster."""
+    share = (ranks_ - 1) / ranks_
+    q_and_results, cache = HEADS * (DIM * 4 + DIM * 4 + 4), 2 * 2 * DIM * 4  # of a new token, of a cached one
+    for schedule, cached, new, wanted_ in (
+        ("direct-q", 48, 24, 24 * q_and_results), ("direct-kv", 48, 24, 48 * cache), ("ring", 48, 24, 48 * cache),
+        ("auto", 48000, 12, 12 * q_and_results), ("auto", 24, 240, 24 * cache),
+    ):  # fmt: skip
+        assert ranks(ranks_)(run_sharded, schedule, cached, new) == [round(wanted_ * share)] * ranks_, schedule
+
+
+def run_uneven(here: Here) -> tuple[str, str, float]:
+    """What is said where the cache cannot move: of a window, of unequal parts; and how far "auto" is off then."""
+    cp, said = here.cp(transport=here.transport("shm"), schedule="direct-kv"), []
+    case = Case(2, ((24, TOKENS), (8, TOKENS)))
+    q, k, v = inputs(case)
+    q, k, v = (torch.cat([x[:, :21], x[:, 24:]], 1) for x in (q, k, v))  # as a cache that is cropped
+    for window in (9, None):
+        cache = tr.KVCache(cp, layers=1, kv_heads=2, head_dim=DIM, capacity=32, page=4, window=window)
+        first = [torch.cat([x[:, :21], x[:, :3]], 1) for x in (q, k, v)]
+        for schedule in ("direct-q", "ring", "auto"):
+            cut = first if cache.length == 0 else [x[:, 21:] for x in (q, k, v)]
+            parts = [tr.shard(x, cp) for x in cut]
+            try:
+                with cache.step(cut[0].shape[1], "tokens", schedule):
+                    out = tr.cached_attention(parts[0], parts[1], parts[2], cache, 0)
+            except ConfigurationError as error:
+                said.append(str(error))
+            if schedule == "direct-q":
+                cache.crop(21)
+    right, _ = cached64(q[:, 21:], k, v, torch.arange(21, 29))
+    return said[0], said[1], float((tr.unshard(out, cp).double() - right).abs().max())
+
+
+def test_a_cache_that_cannot_move(ranks: RankPools) -> None:
+    for window, parts, error in ranks(2)(run_uneven):
+        assert window.startswith("schedule='ring' moves what is cached: layer 0 has a window")
+        assert "sealed tokens of layer 0, and a schedule moves equal parts; give 'direct-q' or 'auto'" in parts
+        assert error <= 1e-6
 
 
 def run_half(here: Here) -> tuple[float, bool]:

@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[str, Callable[[tr.KVCache], object]]] = {
     "no tokens": ("a step of 0 tokens", lambda c: c.step(0).__enter__()),
     "home": ("q_home='rows': write 'all'", lambda c: c.step(1, "rows").__enter__()),  # type: ignore[arg-type]
     "schedule": ("schedule='ring' of a step with q_home='all': give one of 'auto'",
-                 lambda c: c.step(1, "all", "ring").__enter__()),  # type: ignore[arg-type]
+                 lambda c: c.step(1, "all", "ring").__enter__()),
     "schedule of heads": ("give one of 'auto', 'direct-q'", lambda c: c.step(1, "heads", "one-shot").__enter__()),
     "layer": ("layer=2: the cache has layers 0 to 1", lambda c: tr.cached_attention(*new_tokens(1), c, 2)),
     "only k": ("give both k and v", lambda c: tr.cached_attention(*new_tokens(1)[:2], None, c, 0)),

@@ -26,6 +26,7 @@ DPA = "megatron.core.transformer.dot_product_attention"
 TE = "megatron.core.extensions.transformer_engine"
 SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 BATCH = "megatron.training.utils"
+BUILD = "megatron.core.transformer.spec_utils"
 ULYSSES = "mindspeed.core.context_parallel.ulysses_context_parallel.ulysses_context_parallel"
 ROTARY = "megatron.core.models.common.embeddings.rotary_pos_embedding"
 
@@ -165,6 +166,7 @@ class LikeMindSpeed:
             DPA: {"DotProductAttention": local},
             TE: {"TEDotProductAttention": engine},
             SPECS: {"DotProductAttention": local, "TEDotProductAttention": engine},
+            BUILD: {"build_module": lambda spec, *args, **kwargs: spec},
             BATCH: {"get_batch_on_this_cp_rank": lambda batch: batch},
             ROTARY: {"get_pos_emb_on_this_cp_rank": lambda pos_emb, seq_dim: pos_emb},
         }

@@ -77,6 +77,7 @@ class TestMegatronFlags:
     def test_nothing_said(self) -> None:
         assert options_of(megatron_args()) == {"schedule": "auto"}
         assert options_of(Namespace()) == {"schedule": "auto"}
+        assert options_of(megatron_args("--tokenring-latents")) == {"schedule": "auto", "latents": True}
 
     def test_all_but_a_topology(self) -> None:
         flags = said(**{name: text for name, (text, _) in GIVEN.items()})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from mcore.stand_ins import refusal
-from mindspeed_like import OURS, LikeMindSpeed, like_mindspeed
+from mindspeed_like import BUILD, OURS, LikeMindSpeed, like_mindspeed
 
 from tokenring import ConfigurationError
 
@@ -99,6 +102,59 @@ class TestArguments:
         import_module(OURS)
         with pytest.raises(ConfigurationError, match=text):
             mindspeed.validate(parsed(**given))
+
+
+class TestLatents:
+    """--tokenring-latents: layers of multi-latent attention, by whatever spec, are built to send their latents."""
+
+    GIVEN = ("--context-parallel-attention", "tokenring", "--context-parallel-size", "2")
+
+    def test_layers_are_built_so(self, mindspeed: LikeMindSpeed) -> None:
+        import_module(OURS)
+        mindspeed.import_adaptor(*self.GIVEN, "--tokenring-latents")
+        made = [built(of) for of in (latent_spec(), plain_spec())]
+        assert [each.__name__ for each in made] == ["TokenRingModule", "Module"]
+
+    def test_without_the_flag_they_are_not(self, mindspeed: LikeMindSpeed) -> None:
+        import_module(OURS)
+        mindspeed.import_adaptor(*self.GIVEN)
+        assert built(latent_spec()) is torch.nn.Module
+
+    @pytest.mark.parametrize(
+        ("given", "text"),
+        [
+            ({"multi_latent_attention": False}, "--tokenring-latents is of --multi-latent-attention, which this model"),
+            ({"mla_mm_split": True}, "--mla-mm-split True does not go with --tokenring-latents: the projection must"),
+            ({"mla_zero_memory": True}, "--mla-zero-memory True does not go with --tokenring-latents: attention is"),
+            ({"context_parallel_attention": "mindspeed"}, "--tokenring-latents has no effect without --context-parall"),
+        ],
+    )
+    def test_refused(self, mindspeed: LikeMindSpeed, given: dict[str, Any], text: str) -> None:
+        import_module(OURS)
+        flags = {"tokenring_latents": True, "multi_latent_attention": True}
+        mindspeed.validate(parsed(**flags))
+        assert refusal(ConfigurationError, lambda: mindspeed.validate(parsed(**flags | given))).startswith(text)
+
+
+@dataclass
+class Spec:
+    """As Megatron's ModuleSpec."""
+
+    module: Any
+    submodules: Any
+
+
+def latent_spec() -> Spec:
+    return Spec(torch.nn.Module, SimpleNamespace(linear_kv_up_proj=1, core_attention=2))
+
+
+def plain_spec() -> Spec:
+    return Spec(torch.nn.Module, SimpleNamespace(linear_qkv=1, core_attention=2))
+
+
+def built(spec: Spec) -> Any:
+    """The class of a layer that Megatron builds of a spec."""
+    return import_module(BUILD).build_module(spec).module
 
 
 def parsed(**more: Any) -> Namespace:

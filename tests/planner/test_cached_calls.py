@@ -15,6 +15,7 @@ from tokenring.planner.choosing.cached_calls import (
     crossovers,
     fewest,
     least_cached_seconds,
+    of_own_rows,
 )
 from tokenring.planner.interconnects.interconnect import mesh_fabric, of_one_host, switch_fabric
 from tokenring.sequence.workload import Workload
@@ -69,6 +70,26 @@ def test_q_moves_until_the_bytes_are_those_of_the_cache() -> None:
     assert tokens is not None and tokens / (1 << 20) == pytest.approx(0.124, rel=0.01)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 8, 64])
+@pytest.mark.parametrize("switch", [True, False])
+def test_what_moves_is_what_the_crossover_says(kv_heads: int, switch: bool) -> None:
+    """Of new tokens that are each rank's own; without memory for a whole cache it goes round."""
+    machine = Machine(constant(400.0, copy_gbs=2500.0), Messages(6e-6, 2e-6))
+    given = replace(call(cached=1 << 17, kv_heads=kv_heads, switch=switch), machine=machine)
+    tokens = crossovers(given).cache_moves
+    assert tokens is not None
+    assert of_own_rows(given.with_lengths(tokens - 1, 1 << 17)) == "direct-q"
+    assert of_own_rows(given.with_lengths(tokens, 1 << 17)) in ("direct-kv", "ring")
+    assert of_own_rows(given.with_lengths(8 * tokens, 1 << 17), whole=False) == "ring"
+
+
+def test_latents_are_fewer_bytes() -> None:
+    """Kept once: 576 of a token, and not 576 + 512."""
+    given = call(kv_heads=1)
+    plain = replace(given, workload=replace(given.workload, head_dim=576, value_dim=512))
+    assert replace(plain, workload=replace(plain.workload, latent_dim=576)).kv_bytes * 1088 == plain.kv_bytes * 576
+
+
 def test_several_ranks_pay_from_some_length_on() -> None:
     given = replace(call(), machine=Machine(constant(100.0, copy_gbs=1000.0), Messages(latency_seconds=1e-5)))
     cached = crossovers(given).several
@@ -107,7 +128,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "1 new token over 131,072 cached, 64:8 heads × 128, bfloat16" in said
     assert re.search(r"one-shot: 1\.\d\d × as fast as direct-q", said)
-    assert "* to compare" in said and "8 ranks are faster than one from" in said
+    assert "8 ranks are faster than one from" in said and "q moves below" in said
 
 
 @pytest.mark.parametrize(

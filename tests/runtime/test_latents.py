@@ -142,13 +142,20 @@ GRID = [
 ]
 
 
+KEPT = ("tokenring/late", "ring/keep")  # of options, beside one member of each family
+
+
 def sample() -> list[Case]:
-    """Each member once, with a layout and mask by lot."""
-    chosen = random.Random(0)
-    return [
-        chosen.choice([case for case in GRID if (case.ranks, case.schedule) == point])
-        for point in dict.fromkeys((case.ranks, case.schedule) for case in GRID if case.ranks > 2)
-    ]
+    """Each family once, and some options, on three or four ranks; with a layout and mask by lot, each of these met."""
+    chosen, families = random.Random(2), dict.fromkeys(case.schedule.partition("/")[0] for case in GRID)
+    wanted = [[case for case in GRID if case.schedule.partition("/")[0] == family] for family in families]
+    wanted += [[case for case in GRID if case.schedule == name] for name in KEPT]
+    return [chosen.choice([case for case in cases if case.ranks > 2]) for cases in wanted]
+
+
+def test_the_sample_meets_all() -> None:
+    for of in ("ranks", "layout", "mask"):
+        assert {getattr(case, of) for case in sample()} == {getattr(case, of) for case in GRID if case.ranks > 2}
 
 
 @pytest.mark.parametrize("case", GRID if os.environ.get("TOKENRING_FULL_GRID") == "1" else sample(), ids=str)

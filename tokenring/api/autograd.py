@@ -24,7 +24,7 @@ from tokenring.sequence.workload import Request
 
 if TYPE_CHECKING:
     from tokenring.backends.interfaces import PreparesRows
-    from tokenring.runtime.latent_kernel import Expansion
+    from tokenring.runtime.latent_kernel import Expansion, Weights
     from tokenring.runtime.trace import Trace
 
 
@@ -156,7 +156,7 @@ def forward_pass(
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None,
-    expansion: Expansion | None = None,
+    expansion: Weights | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Agree on a forward pass with all ranks and run it; return what `run_forward` does."""
     notes = (() if sinks is None else (SINKS,)) if expansion is None else (expansion.said,)
@@ -196,7 +196,7 @@ def run_forward(
     v: torch.Tensor,
     sinks: torch.Tensor | None = None,
     *,
-    expansion: Expansion | None = None,
+    expansion: Weights | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return out [B, T, Hq, D] in q's dtype, lse [B, Hq, T] fp32, and the bytes that backward wants besides, if any.
 
@@ -254,7 +254,7 @@ def run_backward(
     return dq, dk, dv
 
 
-def _expanding(expansion: Expansion, any_delta: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
+def _expanding(expansion: Weights, any_delta: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
     """Return what makes of a program's kernel of latents that of a call with these weights."""
     return lambda kernel: kernel.of(expansion, any_delta)
 

@@ -27,6 +27,8 @@ from tokenring.sequence.workload import Request
 
 if TYPE_CHECKING:
     from tokenring.runtime.latent_kernel import Expansion
+    from tokenring.sequence.layout import Layout
+    from tokenring.sequence.mask import Mask
 
 COMPILED = (
     "latent_attention is not supported in a compiled call: call it outside, or expand the latents and call attention"
@@ -85,7 +87,7 @@ def latent_attention(
     # As for `attention`: not whether these tensors want gradients.
     training, operands = torch.is_grad_enabled(), (q, latent, rope, weight)
     with refusing(cp, "forward", *operands):
-        heads, value_dim = _sizes(*operands)
+        heads, value_dim = latent_sizes(*operands)
         travels = latent.shape[-1] + rope.shape[-1]
         whole = heads * (q.shape[-1] + value_dim)
     if travels >= whole:
@@ -105,29 +107,53 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return out and lse of a call in which latents travel."""
     with refusing(cp, "forward", q, latent, rope, weight):
-        q, both, of_heads = call_inputs(q, torch.cat([latent, rope], dim=-1)[:, :, None], weight, cp)
-        refuse_transforms()
-        k, v = (both[..., :1].expand(-1, -1, -1, size) for size in (q.shape[-1], value_dim))
-        wanted = any(x.requires_grad for x in (q, latent, rope, weight))
-        plain = request_of(q, k, v, cp, mask_of(mask, is_causal), scale, training, wanted)
-        request = replace(plain, workload=replace(plain.workload, latent_dim=both.shape[-1]))
-    out, lse = LatentFunction.apply(q, both, of_heads, cp, request)  # type: ignore[no-untyped-call]
+        both = torch.cat([latent, rope], dim=-1)[:, :, None]
+        q, both, weight, request = latent_request(
+            q, both, weight, value_dim, cp, mask_of(mask, is_causal), scale, training
+        )
+    return attend_latents_as(q, both, weight, cp, request)
+
+
+def latent_request(
+    q: torch.Tensor, both: torch.Tensor, weight: torch.Tensor, value_dim: int, cp: ContextParallel, mask: Mask | None,
+    scale: float | None, training: bool, layout: Layout | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Request]:  # fmt: skip
+    """Return the inputs of a call in which latents travel, as they are computed with, and its request.
+
+    both: [B, T, 1, L + R], latents and what every key ends with; others as for `latent_attention`. layout: of the
+    tokens, where that is not cp's. Called under `refusing`.
+    """
+    q, both, weight = call_inputs(q, both, weight, cp)
+    refuse_transforms()
+    k, v = (both[..., :1].expand(-1, -1, -1, size) for size in (q.shape[-1], value_dim))
+    wanted = any(x.requires_grad for x in (q, both, weight))
+    plain = request_of(q, k, v, cp, mask, scale, training, wanted, layout=layout)
+    return q, both, weight, replace(plain, workload=replace(plain.workload, latent_dim=both.shape[-1]))
+
+
+def attend_latents_as(
+    q: torch.Tensor, both: torch.Tensor, weight: torch.Tensor, cp: ContextParallel, request: Request
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse for a request that `latent_request` made of these inputs."""
+    out, lse = LatentFunction.apply(q, both, weight, cp, request)  # type: ignore[no-untyped-call]
     return out, lse
 
 
-def _sizes(q: object, latent: object, rope: object, weight: object) -> tuple[int, int]:
+def latent_sizes(
+    q: object, latent: object, rope: object, weight: object, name_of_call: str = "latent_attention"
+) -> tuple[int, int]:
     """Return the number of heads and the width of values. Raises ConfigurationError."""
     given = {"q": (q, 4), "latent": (latent, 3), "rope": (rope, 3), "weight": (weight, 2)}
     for name, (x, dims) in given.items():
         if not isinstance(x, torch.Tensor) or x.dim() != dims:
             found = list(x.shape) if isinstance(x, torch.Tensor) else f"of type {type(x).__name__}"
-            raise ConfigurationError(f"latent_attention expects {name} as a tensor of {dims} dimensions; it is {found}")
+            raise ConfigurationError(f"{name_of_call} expects {name} as a tensor of {dims} dimensions; it is {found}")
         if x.dtype != q.dtype or x.device != q.device:  # type: ignore[attr-defined]
             raise ConfigurationError(
                 f"{name} is {x.dtype} on {x.device}, and q {q.dtype} on {q.device}: "  # type: ignore[attr-defined]
                 f"give all four in one dtype, on one device"
             )
-        check_tensor("latent_attention", x)
+        check_tensor(name_of_call, x)
     shapes = f"q {list(q.shape)}, latent {list(latent.shape)}, rope {list(rope.shape)}"  # type: ignore[attr-defined]
     if latent.shape[:2] != rope.shape[:2] or q.shape[0] != latent.shape[0]:  # type: ignore[attr-defined]
         raise ConfigurationError(f"latent and rope must have the same tokens, and q the same batch; got {shapes}")

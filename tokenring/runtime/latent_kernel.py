@@ -63,16 +63,38 @@ class Expansion:
         return latent[:, 0, :, :size], latent[:, 0, :, size:]
 
 
+@dataclass(frozen=True)
+class SharedLatents:
+    """Latents that are keys and values as they are, of all heads alike: weights are absorbed in queries and results.
+
+    value_dim: the first elements of a latent, its value. There is no backward pass.
+    """
+
+    value_dim: int
+
+    @property
+    def said(self) -> str:
+        """Text on which ranks agree, beside the sizes of a call."""
+        return f"latents of {self.value_dim}, absorbed"
+
+    def expanded(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return k [B, 1, S, L + R] and v [B, 1, S, L] of latents [B, 1, S, L + R], without a copy."""
+        return latent, latent[..., : self.value_dim]
+
+
+Weights = Expansion | SharedLatents
+
+
 class LatentKernel:
     """A kernel that is given latents for k, and nothing for v; it computes by another one.
 
     In a program it has no weights: `of` gives those of a call.
     """
 
-    def __init__(self, kernel: Any, expansion: Expansion | None = None, name: str = "") -> None:
+    def __init__(self, kernel: Any, expansion: Weights | None = None, name: str = "") -> None:
         self.name, self._kernel, self._expansion = name or kernel.name, kernel, expansion
 
-    def of(self, expansion: Expansion, wrap: Any = None) -> LatentKernel:
+    def of(self, expansion: Weights, wrap: Any = None) -> LatentKernel:
         """Return this kernel for a call with these weights. wrap: makes the kernel beneath that of the call."""
         return LatentKernel(self._kernel if wrap is None else wrap(self._kernel), expansion, self.name)
 
@@ -137,11 +159,11 @@ class LatentKernel:
 
     def _with_latents(self, latent: torch.Tensor, made: Made) -> Made:
         dq, dk, dv = made
-        found = self._own.contracted(latent, dk, dv)
+        found: torch.Tensor = self._own.contracted(latent, dk, dv)
         return dq, found, found[..., :0]
 
     @property
-    def _own(self) -> Expansion:
+    def _own(self) -> Any:
         if self._expansion is None:
             raise TypeError("a kernel of latents computes with the weights of a call: `of` gives them")
         return self._expansion

@@ -45,13 +45,16 @@ class Job:
     seed: int = 1
     softmax: str = "vanilla"
     latent: bool = False  # multi-latent attention, whose values are narrower than its keys: LATENT
+    travels: bool = False  # its latents travel
+    recompute_modules: tuple[str, ...] | None = None
     sequence_parallel: bool = False
     linears: str = ""  # the schedule of our linear layers; "": Megatron's own
 
     @property
     def whole(self) -> Job:
         """The same on one rank, in float64."""
-        return replace(self.whole_in(torch.float64), recompute="", cp_comm_type=None, rows="zigzag")
+        plain = replace(self.whole_in(torch.float64), travels=False, recompute_modules=None)
+        return replace(plain, recompute="", cp_comm_type=None, rows="zigzag")
 
     def whole_in(self, dtype: torch.dtype) -> Job:
         """The same on one rank, in this dtype."""
@@ -74,11 +77,12 @@ class Job:
             tensor_model_parallel_size=self.tp,
             context_parallel_size=self.cp,
             pipeline_model_parallel_size=self.pp,
-            sequence_parallel=self.sequence_parallel,
             pipeline_dtype=self.dtype,
             calculate_per_token_loss=True,  # so that Megatron's loop takes our losses as they are
             cp_comm_type=per_layer(self.cp_comm_type) if isinstance(self.cp_comm_type, tuple) else self.cp_comm_type,
             **({} if self.softmax == "vanilla" else {"softmax_type": self.softmax}),
+            **({"recompute_modules": list(self.recompute_modules)} if self.recompute_modules else {}),
+            sequence_parallel=self.sequence_parallel,
             **recompute,
             **(LATENT if self.latent else {}),
         )
@@ -145,6 +149,7 @@ def build(here: Here, job: Job, spec: Any = None, **options: Any) -> Any:
 
     parallel(here, job.tp, job.cp, job.pp)
     torch.manual_seed(job.seed)
+    options |= {"latents": True} if job.travels else {}
     model = GPTModel(
         config=job.config(),
         transformer_layer_spec=use_tokenring(job.layer_spec(), **options) if spec is None else spec,

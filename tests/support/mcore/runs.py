@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from oracle import relative_error
 from ranks import Here
 from said import said
 
@@ -26,7 +29,7 @@ from mcore.gpt import (
     whole_gradients,
 )
 from tokenring.errors import ConfigurationError
-from tokenring.integrations.megatron import use_tokenring
+from tokenring.integrations.megatron import contexts, use_tokenring
 from tokenring.integrations.megatron.contexts import contexts_of
 
 LEARNING_RATE = 1e-3
@@ -79,6 +82,67 @@ def worst_errors(here: Here, job: Job, schedules: list[str], layout: str | None 
         assert math.isclose(total, loss, rel_tol=1e-3), (total, loss)  # a coarse check: gradients tell the rest
         found[schedule] = max(gradient_errors(model, wanted).values())
     return found
+
+
+def difference_of_latents(here: Here, job: Job, schedule: str) -> float:
+    """The largest relative difference of a parameter's gradient between a model whose latents travel and one's not.
+
+    Both on the same split: Megatron itself sums no gradient of what keys end with over tensor-parallel ranks.
+    """
+    _, weights, _ = whole_gradients(here, job)
+    grads: list[dict[str, torch.Tensor]] = []
+    with under_sequence_parallelism():
+        for travels in (True, False):
+            model = build(here, replace(job, travels=travels))
+            take_weights(model, weights)
+            for each in attentions(model):
+                each.schedule = schedule
+            torch.autograd.backward(loss_of(job, model, local_data(job, data_of(job))))
+            sum_gradients(model.parameters())
+            grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    return max(relative_error(grads[0][name].double(), grads[1][name].double()) for name in grads[1])
+
+
+@contextmanager
+def under_sequence_parallelism() -> Iterator[None]:
+    """Megatron's torch norm in these models, which it refuses, as somebody must sum its gradients; no generators."""
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm as Norm
+
+    tracker = tensor_parallel.get_cuda_rng_tracker
+    tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
+
+    def made(cls: type[Any], config: Any, *rest: Any, **more: Any) -> Any:
+        was, config.sequence_parallel = config.sequence_parallel, False
+        try:
+            return own(cls, config, *rest, **more)
+        finally:
+            config.sequence_parallel = was
+
+    own: Any = Norm.__new__
+    Norm.__new__ = made
+    try:
+        yield
+    finally:
+        Norm.__new__, tensor_parallel.get_cuda_rng_tracker = own, tracker
+
+
+def travels_or_not(here: Here, job: Job, travels: bool) -> tuple[dict[str, float], list[str], int]:
+    """Errors and words of a model under "auto" whose plans say that latents pay, or not; and forward's bytes."""
+    with said() as messages:
+        model = build(here, job, transport="gloo", **unshared(here))
+        shared: Any = contexts
+        before, shared.latents_pay = shared.latents_pay, lambda cp, request: travels
+        try:
+            _, weights, wanted = whole_gradients(here, job)
+            take_weights(model, weights)
+            share = loss_of(job, model, local_data(job, data_of(job)))
+            sent = sum(_sent(attentions(model)[0]).values())
+            torch.autograd.backward(share)
+            sum_gradients(model.parameters())
+        finally:
+            shared.latents_pay = before
+    return gradient_errors(model, wanted), messages, sent
 
 
 def _sum_of_shares(share: torch.Tensor) -> float:
@@ -266,6 +330,21 @@ def refused_spec(here: Here) -> str:
     except ConfigurationError as error:
         return str(error)
     return "not refused"
+
+
+def latent_specs(here: Here) -> tuple[str, bool, str]:
+    """The class of a layer whose latents travel; whether a second change keeps it; the refusal of one without any."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    def layer_of(spec: Any) -> Any:
+        return spec.submodules.self_attention.module
+
+    made = use_tokenring(Job(latent=True).layer_spec(), latents=True)
+    try:
+        use_tokenring(get_gpt_layer_local_spec(), latents=True)
+    except ConfigurationError as error:
+        return layer_of(made).__name__, layer_of(use_tokenring(made, latents=True)) is layer_of(made), str(error)
+    return "", False, "not refused"
 
 
 def plans_of_a_step(here: Here, job: Job) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from tokenring.api.attention import attend
 from tokenring.api.caching.checks import CallForm, agree_on_form, checked_call
-from tokenring.api.caching.choosing import exchange_name
+from tokenring.api.caching.choosing import exchange_name, own_exchange
 from tokenring.api.caching.filling import Runs, runs_of
 from tokenring.api.caching.memory import CacheMemory, Home
 from tokenring.api.caching.model_step import ModelStep
@@ -87,8 +87,9 @@ def _call(
     form: CallForm, wants_lse: bool,
 ) -> Made:  # fmt: skip
     call = SharedCall(q.transpose(1, 2), cache, layer, step, form, wants_lse)
-    if k is None or v is None:
+    if k is None:
         return _read(call)
+    v = cache.as_values(k) if v is None else v
     if step.layout is not None and cache.cp.world_size > 1:
         return _attend_own(q, k, v, cache, layer, step, step.layout, form.scale)
     return _attend_shared(call, k.transpose(1, 2), v.transpose(1, 2))
@@ -121,10 +122,11 @@ def _attend_shared(call: SharedCall, k: torch.Tensor, v: torch.Tensor) -> Made:
     if written:
         keys, values = open_keys.narrow(2, 0, held), open_values.narrow(2, 0, held)
         keys.narrow(2, filled.open, tokens).copy_(k)
-        values.narrow(2, filled.open, tokens).copy_(v)
+        if not cache.latents:
+            values.narrow(2, filled.open, tokens).copy_(v)
     else:
         keys = torch.cat([open_keys[:, :, : filled.open], k], 2)
-        values = torch.cat([open_values[:, :, : filled.open], v], 2)
+        values = cache.as_values(keys) if cache.latents else torch.cat([open_values[:, :, : filled.open], v], 2)
     new_runs = (Positions(filled.length, filled.length + tokens),)
 
     def local(q: torch.Tensor, part: HeadPart) -> Partial:
@@ -197,7 +199,12 @@ def _attend_own(
     """Attend from this rank's part of new tokens: to new ones by a schedule, to sealed ones where they lie."""
     filled, sight, cp = cache.filled[layer], cache.sight(layer), cache.cp
     mask: Mask = Causal() if sight.window is None else Causal() & SlidingWindow(sight.window - 1)
-    out, lse = attend(q, k, v, cp, mask, scale, training=False, layout=layout)
+    if cache.latents:
+        from tokenring.api.caching.new_latents import attend_new
+
+        out, lse = attend_new(q, k, cache.value_dim, cp, mask, scale, layout)
+    else:
+        out, lse = attend(q, k, v, cp, mask, scale, training=False, layout=layout)
     new = out.transpose(1, 2).float(), lse
     runs = [runs_of(layout, rank, filled.length) for rank in range(cp.world_size)]
     if filled.open:
@@ -205,7 +212,12 @@ def _attend_own(
         opened = rows_over(q.transpose(1, 2), runs[cp.rank], keys, values, filled.open_runs, sight, scale)
         new = merged(new, opened)
     found = new
-    if any(filled.counts):
+    name = own_exchange(cache, layer, step.schedule, q) if any(filled.counts) else DIRECT_Q
+    if name != DIRECT_Q:
+        from tokenring.api.caching.moving import over_moved
+
+        found = merged(new, over_moved(q, cache, layer, name, scale))
+    elif any(filled.counts):
         rows = Rows(q.shape[0], q.shape[2], q.shape[1], cache.value_dim, cache.dtype)
 
         def sealed(rank: int, theirs: torch.Tensor) -> Partial:

@@ -37,10 +37,14 @@ def checked_call(
     scale: float | None,
 ) -> CallForm:  # fmt: skip
     """Return the form of a call. Raises ConfigurationError unless it fits the cache and its step."""
-    if (k is None) != (v is None):
+    if cache.latents and v is not None:
+        raise ConfigurationError(
+            f"v was given, and values of this cache are the first {cache.value_dim} elements of latents: give v=None"
+        )
+    if (k is None) != (v is None) and not cache.latents:
         raise ConfigurationError("cached_attention: give both k and v, or neither to read only")
     _check_query(q, cache, layer, step)
-    if k is not None and v is not None:
+    if k is not None:
         _check_new(q, k, v, cache, layer, step)
     elif step.layout is not None and cache.cp.world_size > 1:
         raise ConfigurationError(
@@ -100,12 +104,14 @@ def _check_kind(name: str, x: torch.Tensor, cache: CacheMemory) -> None:
 
 
 def _check_new(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: CacheMemory, layer: int, step: ModelStep
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, cache: CacheMemory, layer: int, step: ModelStep
 ) -> None:
     """Raise ConfigurationError unless new keys and values fit q, the cache and the step."""
     tokens = step.local_tokens
     if cache.filled[layer].length != step.before:
         raise ConfigurationError(f"layer {layer} has its tokens of step {step.number}: call it once in each step")
+    if isinstance(k, torch.Tensor) and v is None:
+        v = cache.as_values(k)
     if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
         raise ConfigurationError(f"k and v are of type {type(k).__name__} and {type(v).__name__}; give tensors")
     wanted = [(cache.batch, tokens, cache.kv_heads, width) for width in (cache.head_dim, cache.value_dim)]

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from tokenring.planner.interconnects.interconnect import Interconnect
     from tokenring.tables.rates import Machine
 
-CachedSchedule = Literal["auto", "one-shot", "two-step", "direct-q"]
-AUTO = "auto"
-OF_HOME = {"all": (AUTO, ONE_SHOT, TWO_STEP), "tokens": (AUTO, DIRECT_Q), "heads": (AUTO, DIRECT_Q)}
+CachedSchedule = Literal["auto", "one-shot", "two-step", "direct-q", "direct-kv", "ring"]
+AUTO, DIRECT_KV, RING = "auto", "direct-kv", "ring"
+OF_HOME = {
+    "all": (AUTO, ONE_SHOT, TWO_STEP), "tokens": (AUTO, DIRECT_Q, DIRECT_KV, RING), "heads": (AUTO, DIRECT_Q)
+}  # fmt: skip
 KEPT_CHOICES = 64  # of a cache, on all ranks alike
 
 
@@ -47,17 +49,49 @@ def exchange_name(cache: CacheMemory, home: str, schedule: str, heads: int, q: t
         return schedule
     if world == 2 or heads % world:  # two ranks send as much in one round as in two
         return ONE_SHOT
-    choices, key = cache.choices, (q.shape[0], heads, (q.shape[2] - 1).bit_length())
-    if key not in choices:
-        while len(choices) >= KEPT_CHOICES:
-            choices.pop(next(iter(choices)))
-        choices[key] = _told(cache, heads, 1 << key[2])
-    return choices[key]
+    key = q.shape[0], heads, (q.shape[2] - 1).bit_length()
+    if key not in cache.choices:
+        _keep(cache, key, _told(cache, heads, 1 << key[2]))
+    return cache.choices[key]
 
 
-def _told(cache: CacheMemory, heads: int, tokens: int) -> str:
-    """Return what rank 0 takes, on all ranks."""
-    from tokenring.planner.choosing.cached_calls import CachedCall, reduction
+def own_exchange(cache: CacheMemory, layer: int, schedule: str, q: torch.Tensor) -> str:
+    """Return what moves where each rank has its own rows q [B, T, H, D] and sealed tokens: q, or what is cached.
+
+    Rank 0 chooses once for each size, of rows and of what is cached, up to the next power of two.
+    """
+    if schedule != AUTO:
+        return schedule  # a step that begins has checked that it can be
+    from tokenring.api.caching.moving import why_it_stays
+
+    if why_it_stays(cache, layer) is not None:
+        return DIRECT_Q
+    sizes = q.shape[1] * cache.cp.world_size, sum(cache.filled[layer].counts)
+    key = q.shape[0], q.shape[2], *((size - 1).bit_length() for size in sizes)
+    if key not in cache.choices:
+        _keep(cache, key, _told(cache, q.shape[2], 1 << key[2], 1 << key[3]))
+    return cache.choices[key]
+
+
+def check_moves(cache: CacheMemory, schedule: str, layers: range) -> None:
+    """Raise ConfigurationError where a step is to move what is cached, and a layer cannot."""
+    if schedule not in (DIRECT_KV, RING):
+        return
+    from tokenring.api.caching.moving import why_it_stays
+
+    if reason := next(filter(None, (why_it_stays(cache, layer) for layer in layers)), None):
+        raise ConfigurationError(f"schedule={schedule!r} moves what is cached: {reason}; give 'direct-q' or 'auto'")
+
+
+def _keep(cache: CacheMemory, key: tuple[int, ...], name: str) -> None:
+    while len(cache.choices) >= KEPT_CHOICES:
+        cache.choices.pop(next(iter(cache.choices)))
+    cache.choices[key] = name
+
+
+def _told(cache: CacheMemory, heads: int, tokens: int, cached: int | None = None) -> str:
+    """Return what rank 0 takes, on all ranks. cached: tokens that may move; None: they stay."""
+    from tokenring.planner.choosing.cached_calls import CachedCall, of_own_rows, reduction
     from tokenring.planner.choosing.planner import Planner
     from tokenring.sequence.workload import Workload
 
@@ -65,11 +99,15 @@ def _told(cache: CacheMemory, heads: int, tokens: int) -> str:
     transport = cp.transport_for(cache.device)
     assert transport is not None  # there are several ranks
     size = Workload(
-        cache.batch, tokens, cp.world_size, heads, cache.kv_heads, cache.head_dim, cache.dtype, cache.value_dim
-    )
+        cache.batch, tokens, cached or cp.world_size, heads, cache.kv_heads, cache.head_dim, cache.dtype,
+        cache.value_dim, cache.head_dim if cache.latents else None,
+    )  # fmt: skip
 
     def choose(net: Interconnect, machine: Machine) -> str:
-        return reduction(CachedCall(size, net, machine.over(transport.target)))
+        call = CachedCall(size, net, machine.over(transport.target))
+        if cached is None:
+            return reduction(call)
+        return of_own_rows(call, whole=cp.memory_limit_bytes is None)
 
     planner = Planner(cp.group, cp.world_size, cp.topology, (), None, cp.tensor_parallel)
     return planner.told(transport, cache.device, cache.dtype, choose)

@@ -33,6 +33,8 @@ class KVCache(CacheMemory, Standing):
 
     capacity: tokens of a sequence over all ranks. A rank has memory for capacity / cp.world_size sealed tokens and
     cp.world_size · page open ones: `nbytes`. head_dim, value_dim: of k and of v (None: head_dim).
+    latent_dim: of multi-latent attention, whose values are the first latent_dim elements of keys and are kept there:
+    512 of a head_dim of 512 + 64, with kv_heads=1. Calls then give v=None (`cached_latent_attention`).
     window: how many tokens a token sees, itself included, one number or one for each layer; None: all before it.
     starts: the first token of each row of a batch that is padded on its left; None: none is.
 
@@ -40,8 +42,9 @@ class KVCache(CacheMemory, Standing):
     """
 
     _internal: ClassVar[frozenset[str]] = frozenset((
-        "appended", "check_open", "choices", "current", "differing", "exchange", "filled", "forms", "history", "keys",
-        "note", "open_keys", "open_values", "opened", "room", "sealed", "sharded", "sight", "steps", "values",
+        "appended", "as_values", "check_open", "choices", "current", "differing", "exchange", "filled", "forms",
+        "history", "keys", "latents", "movers", "note", "open_keys", "open_values", "opened", "owned", "room", "sealed",
+        "sharded", "sight", "steps", "values",
     ))  # fmt: skip
 
     def __init__(
@@ -54,6 +57,7 @@ class KVCache(CacheMemory, Standing):
         capacity: int,
         batch: int = 1,
         value_dim: int | None = None,
+        latent_dim: int | None = None,
         dtype: torch.dtype = torch.float32,
         page: int = 64,
         device: torch.device | str | None = None,
@@ -61,8 +65,14 @@ class KVCache(CacheMemory, Standing):
         starts: Starts = None,
     ) -> None:
         check_context(cp)
-        width, of_values = _size("head_dim", head_dim), value_dim
+        width, of_values = _size("head_dim", head_dim), value_dim if latent_dim is None else latent_dim
         widths = width, width if of_values is None else _size("value_dim", of_values)
+        if latent_dim is not None and (value_dim is not None or kv_heads != 1 or widths[1] > width):
+            raise ConfigurationError(
+                f"KVCache: latent_dim={latent_dim!r} with kv_heads={kv_heads!r}, head_dim={head_dim!r} and "
+                f"value_dim={value_dim!r}: values are the first latent_dim of head_dim elements of keys that all heads "
+                f"share; give kv_heads=1, a head_dim from latent_dim on, and no value_dim"
+            )
         total, count, world = _size("capacity", capacity), _size("layers", layers), cp.world_size
         if dtype not in DTYPES:
             raise UnsupportedError(f"a cache of {dtype} is not supported: use float32, bfloat16 or float16")
@@ -72,7 +82,7 @@ class KVCache(CacheMemory, Standing):
         except (RuntimeError, TypeError):
             raise ConfigurationError(f"KVCache: device={device!r}; give one that torch knows, as 'cuda'") from None
         sizes = count, _size("batch", batch), _size("kv_heads", kv_heads), widths
-        super().__init__(cp, *sizes, room, dtype, where, _windows(window, count), starts)
+        super().__init__(cp, *sizes, room, dtype, where, _windows(window, count), starts, latent_dim is not None)
 
     @property
     def capacity(self) -> int:
@@ -99,8 +109,9 @@ class KVCache(CacheMemory, Standing):
         token_ids: the new tokens, [B, T], whole on every rank; ranks whose tokens differ are refused before anything
         is cached. Or only their number T. q_home: "all" if every rank computes all of them; "tokens" if each computes
         its part in cp's layout; "heads" if each computes all of them for its part of the query heads.
-        schedule: how partial results reach their ranks, with q_home "all" the "one-shot" or "two-step" exchange, else
-        "direct-q"; "auto": the faster one on this interconnect, as rank 0 works it out once for each size.
+        schedule: with q_home "all" how partial results reach their ranks, in a "one-shot" or "two-step" exchange; with
+        "tokens" what moves, q and results ("direct-q") or what is cached ("direct-kv", "ring"); with "heads"
+        "direct-q". "auto": the fastest on this interconnect, as rank 0 works it out once for each size.
         Raises ConfigurationError, on all ranks, also where the cache has no room.
         """
         from tokenring.api.caching.model_step import ModelStep
@@ -136,8 +147,8 @@ class KVCache(CacheMemory, Standing):
             runs = filled.sealed[self.cp.rank]
             kept = (places(runs, self.device) < keep).nonzero()[:, 0]
             if len(kept) and int(kept[-1]) != len(kept) - 1:  # what is dropped lies among what is kept
-                for each in (self.keys[layer], self.values[layer]):
-                    each[:, :, : len(kept)] = each.index_select(2, kept)
+                for each, _ in self.owned:
+                    each[layer][:, :, : len(kept)] = each[layer].index_select(2, kept)
             if filled not in done:
                 done[filled] = filled.cropped(keep)
             self.filled[layer] = done[filled]
@@ -159,11 +170,10 @@ class KVCache(CacheMemory, Standing):
         rows = rows.to(self.device)
         for layer, filled in enumerate(self.filled):
             sealed, opened = filled.counts[self.cp.rank], filled.open
-            for each, count in (
-                (self.keys, sealed), (self.values, sealed), (self.open_keys, opened), (self.open_values, opened)
-            ):  # fmt: skip
-                part = each[layer][:, :, :count]
-                part.copy_(part.index_select(0, rows))
+            for both in self.owned:
+                for each, count in zip(both, (sealed, opened), strict=True):
+                    part = each[layer][:, :, :count]
+                    part.copy_(part.index_select(0, rows))
         if self._starts is not None:
             self._pad(self._starts.index_select(0, rows))
 
@@ -175,6 +185,9 @@ class KVCache(CacheMemory, Standing):
 
     def close(self) -> None:
         """Give back the memory; closing twice is fine, and every other use is refused."""
+        for cp in self.movers.values():
+            cp.close()
+        self.movers = {}
         self.keys, self.values, self.open_keys, self.open_values = [], [], [], []
         self.opened, self._sealed = [], []
         self.filled = [self._empty] * self.layers

@@ -28,26 +28,32 @@ class CacheMemory:
     opened: the open keys and values of all layers, [layers, B, Hkv, tokens, D].
     forms: by layer, the query heads and the scale on which the ranks have agreed. history: a digest of what was
     cropped, dropped and reordered since the cache was empty.
+    latents: whether values are the first elements of keys, and no memory of their own: `value_dim` of `head_dim`.
     """
 
     def __init__(
         self, cp: ContextParallel, layers: int, batch: int, kv_heads: int, widths: tuple[int, int], room: Room,
         dtype: torch.dtype, device: torch.device, windows: tuple[int | None, ...], starts: Starts,
+        latents: bool = False,
     ) -> None:  # fmt: skip
         self.cp, self.layers, self.batch, self.kv_heads, self.room = cp, layers, batch, kv_heads, room
-        self.head_dim, self.value_dim = widths
+        (self.head_dim, self.value_dim), self.latents = widths, latents
         self.dtype, self.device, self.windows = dtype, device, windows
         self.steps, self.history = 0, NOTHING
         self.forms: list[tuple[int, float] | None] = [None] * layers
         self.current: object | None = None
-        self.keys, self.values = ([self._memory(room.sealed, width) for _ in range(layers)] for width in widths)
+        own = widths[:1] if latents else widths
+        sealed = [[self._memory(room.sealed, width) for _ in range(layers)] for width in own]
+        self.keys, self.values = sealed if not latents else (sealed[0], [self.as_values(each) for each in sealed[0]])
         self.device = self.keys[0].device  # with its number, as tensors say it
-        self.opened = [self._memory(room.open, width, layers) for width in widths]
+        self.opened = [self._memory(room.open, width, layers) for width in own]
+        self.opened += [self.as_values(self.opened[0])] if latents else []
         self.open_keys, self.open_values = (list(each.unbind(0)) for each in self.opened)
         self._sealed: list[tuple[int, torch.Tensor, torch.Tensor] | None] = [None] * layers  # as it was given out last
         self._empty = Filled.empty(room.ranks)
         self.filled = [self._empty] * layers
-        self.choices: dict[tuple[int, int, int], str] = {}  # of exchanges, by the size of rows: see `choosing`
+        self.choices: dict[tuple[int, ...], str] = {}  # of exchanges, by the size of rows: see `choosing`
+        self.movers: dict[str, ContextParallel] = {}  # contexts of schedules that move what is cached: see `moving`
         self._pad(starts)
 
     def _memory(self, tokens: int, width: int, *layers: int) -> torch.Tensor:
@@ -55,6 +61,16 @@ class CacheMemory:
         with torch.inference_mode(False):  # it may be used in another mode than it was made in
             shape = *layers, self.batch, self.kv_heads, tokens, width
             return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def as_values(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return the values in keys of latents, a view."""
+        return keys[..., : self.value_dim]
+
+    @property
+    def owned(self) -> tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...]:
+        """Sealed and open memory of keys, and of values where these have their own; by layer."""
+        keys, values = (self.keys, self.open_keys), (self.values, self.open_values)
+        return (keys,) if self.latents else (keys, values)
 
     def _pad(self, starts: Starts) -> None:
         found = None if starts is None else [as_integer(each) for each in _list(starts)]
@@ -80,8 +96,7 @@ class CacheMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's keys and values: all that was allocated, whatever is filled."""
-        parts = (*self.keys, *self.values, *self.open_keys, *self.open_values)
-        return sum(each.nbytes for each in parts)
+        return sum(each.nbytes for sealed, opened in self.owned for each in (*sealed, *opened))
 
     @property
     def starts(self) -> torch.Tensor | None:
@@ -150,7 +165,7 @@ class CacheMemory:
             self.filled[layer] = after.filled
             return
         before = self.filled[layer].open
-        for opened, sealed, new in ((self.open_keys, self.keys, k), (self.open_values, self.values, v)):
+        for (sealed, opened), new in zip(self.owned, (k, v), strict=False):
             memory = opened[layer]
             if not after.deals:
                 memory[:, :, before : before + new.shape[2]] = new
@@ -168,8 +183,8 @@ class CacheMemory:
         """Seal this rank's part of new keys and values [B, Hkv, T, D], in this layout."""
         after = self.filled[layer].after_sharded(layout, self.room)
         at = self.filled[layer].counts[self.cp.rank]
-        self.keys[layer][:, :, at : at + k.shape[2]] = k
-        self.values[layer][:, :, at : at + v.shape[2]] = v
+        for (sealed, _), new in zip(self.owned, (k, v), strict=False):
+            sealed[layer][:, :, at : at + new.shape[2]] = new
         self.filled[layer] = after
 
     def exchange(self, name: str, rows: Rows) -> PartialExchange:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenring.api.caching.agreeing import agree_together
-from tokenring.api.caching.choosing import OF_HOME, check_schedule
+from tokenring.api.caching.choosing import OF_HOME, check_moves, check_schedule
 from tokenring.errors import ConfigurationError, PeerLost
 from tokenring.runtime.agreement import Description, Disagreement, named_digest, refusing
 from tokenring.sequence.layout import Layout, as_integer
@@ -137,6 +137,7 @@ class ModelStep:
             )
         self.local_tokens = layout.local_length
         cache.filled[self._layers[0]].after_sharded(layout, cache.room)  # has every rank room for its part?
+        check_moves(cache, self.schedule, self._layers)
 
     def _description(self) -> Description:
         cache = self.cache
@@ -152,7 +153,7 @@ class ModelStep:
             "sealed": filled.counts,
             "batch": cache.batch,
             "layers": cache.layers,
-            "kv heads and widths": (cache.kv_heads, cache.head_dim, cache.value_dim),
+            "kv heads and widths": (cache.kv_heads, cache.head_dim, cache.value_dim, *["latents"] * cache.latents),
             "dtype": cache.dtype,
             "capacity": cache.room.capacity,
             "page": cache.room.page,

@@ -90,8 +90,6 @@ def cached_report(call: CachedCall) -> str:
         f"worked out, none is measured",
         *_crossed(call),
     ]
-    if not all(way.runs for way in ways):
-        lines.append("* to compare: cached_attention never moves the cache")
     return "\n".join(lines)
 
 
@@ -103,8 +101,7 @@ def _why(ways: Sequence[CachedWay]) -> str:
 def _row(way: CachedWay) -> str:
     times = (time_text(each) for each in (way.seconds, way.kernel_seconds, way.exchange_seconds))
     cells = " ".join(f"{text:>9}" for text in times)
-    name = way.name if way.runs else f"{way.name} *"
-    return f"{name:11} {cells} {_bytes(way.sent_bytes):>12} {way.rounds:>7}  {way.moves}"
+    return f"{way.name:11} {cells} {_bytes(way.sent_bytes):>12} {way.rounds:>7}  {way.moves}"
 
 
 def _crossed(call: CachedCall) -> list[str]:

@@ -22,6 +22,7 @@ from tokenring.integrations.megatron.version import check_version, warn_if_not_r
 from tokenring.sequence.layout import contiguous
 
 if TYPE_CHECKING:
+    from tokenring.integrations.megatron.latents import LatentSource
     from tokenring.sequence.layout import Layout
     from tokenring.sequence.mask import Mask
 
@@ -73,6 +74,7 @@ class TokenRingAttention(torch.nn.Module):
         if "timeout_seconds" not in options and (seconds := framework_seconds(config, group)) is not None:
             self.options["timeout_seconds"] = seconds
         self._contexts = contexts_of(self.group, self.options)
+        self.latent_source: LatentSource | None = None  # while a layer's forward runs whose latents travel
         self._others: dict[Any, Contexts] = {}  # of groups that calls bring
 
     def forward(
@@ -89,9 +91,11 @@ class TokenRingAttention(torch.nn.Module):
         """Return out [s, b, np · hn] of query [s, b, np, hn], key and value [s, b, ng, hn]; if packed, [t, np · hn].
 
         Packed inputs are [t, np or ng, hn]. hn of value, and so of out, may be another than that of query and key.
+        Latents come as key [s, b, 1, L + R], with the weight of their projection as value (`with_latents`).
 
         Raises UnsupportedError for masks and biases that cannot be split, ConfigurationError for documents that cannot.
         """
+        query, key, value, weight = self._read(query, key, value)
         packed = getattr(packed_seq_params, "qkv_format", None) == "thd"
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         contexts = self._contexts_of_call(packed_seq_params)
@@ -99,27 +103,50 @@ class TokenRingAttention(torch.nn.Module):
             check_call(attention_bias, more)
             mask = mask_of_call(mask_type, attention_mask, packed, self.window)
         if packed:
-            out = self._packed(contexts, packed_seq_params, mask, query, key, value)
+            out = self._packed(contexts, packed_seq_params, mask, query, key, value, weight)
         else:
-            out = self._batch(contexts, mask, query, key, value)
+            out = self._batch(contexts, mask, query, key, value, weight)
         return out.flatten(-2)
 
+    @property
+    def is_split(self) -> bool:
+        """True where the ranks of a group hold a sequence together."""
+        return self._contexts.ranks > 1
+
+    def as_latents(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """Return query, latents and the weight of their projection where a layer's latents travel, else what is given.
+
+        key: of every head, made by the layer; its latents were noted.
+        """
+        if self.latent_source is None or value.dim() == 2:
+            return query, key, value
+        return self.latent_source.taken(query, key, value)
+
+    def _read(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any, torch.Tensor | None]:
+        """Return query, key, value and, of latents, which key is then, the weight; value is as wide, without data."""
+        query, key, value = self.as_latents(query, key, value)
+        if value.dim() > 2:
+            return query, key, value, None
+        width = value.shape[0] // query.shape[-2] - self.config.qk_head_dim
+        return query, key, key[..., :1].expand(*key.shape[:-1], width), value
+
     def _batch(
-        self, contexts: Contexts, mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+        self, contexts: Contexts, mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         with contexts.hearing(self.schedule, q):
             check_shapes(q, k, contexts.ranks)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        return self._attend(contexts, q, k, v, mask).transpose(0, 1)
+        return self._attend(contexts, q, k, v, mask, weight=weight).transpose(0, 1)
 
     def _attend(
         self, contexts: Contexts, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
-        layout: Layout | None = None,
+        layout: Layout | None = None, weight: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return out [B, T, Hq, Dv] of one call; layout: None for zigzag."""
+        """Return out [B, T, Hq, Dv] of one call; layout: None for zigzag; weight: of latents, which k is then."""
         return contexts.attend(
             self.schedule, q, k, v, mask, self.softmax_scale, self._training, sinks=self._sinks(q),
-            softcap=self.softcap, layout=layout,
+            softcap=self.softcap, layout=layout, weight=weight,
         )  # fmt: skip
 
     def _sinks(self, q: torch.Tensor) -> torch.Tensor | None:
@@ -127,22 +154,25 @@ class TokenRingAttention(torch.nn.Module):
         return None if self.softmax_offset is None else self.softmax_offset.to(q.device)
 
     def _packed(
-        self, contexts: Contexts, params: Any, mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+        self, contexts: Contexts, params: Any, mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         with contexts.hearing(self.schedule, q):
             packing = contexts.packings.of(params, contexts.rank, contexts.ranks, q.shape[0])
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (q, k, v))
-        return self._documents(contexts, packing, mask, q, k, v)
+        return self._documents(contexts, packing, mask, q, k, v, weight)
 
     def _documents(
-        self, contexts: Contexts, packing: Packing, mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+        self, contexts: Contexts, packing: Packing, mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         return attend_packed(
             q, k, v, packing, mask,
             lambda q, k, v, mask, pack: contexts.attend(
                 self.schedule, q, k, v, mask, self.softmax_scale, self._training, any_length=True, sinks=self._sinks(q),
                 softcap=self.softcap,
                 layout=None if pack is None else contiguous(contexts.ranks, contexts.ranks * packing.tokens), pack=pack,
+                weight=weight,
             ),
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ import torch
 from tokenring.api.attention import attend, attend_as, prepared
 from tokenring.api.context import ContextParallel
 from tokenring.integrations.megatron.groups import kept
+from tokenring.integrations.megatron.latent_calls import latents_pay, prepared_latents
 from tokenring.integrations.megatron.packed import LastPacking
 from tokenring.integrations.megatron.startup import Announcer
 from tokenring.runtime.agreement import refusing
@@ -96,6 +97,7 @@ class Contexts:
         self.packings = LastPacking()
         self._by_schedule: dict[str, ContextParallel] = {}
         self._for_sizes: dict[tuple[str, Request], str] = {}
+        self._latents_travel: dict[tuple[str, Request], bool] = {}
         self._announcer = Announcer()
 
     def __deepcopy__(self, memo: object) -> Contexts:
@@ -112,6 +114,7 @@ class Contexts:
         self.close()
         self._by_schedule.clear()
         self._for_sizes.clear()
+        self._latents_travel.clear()
         self.packings = LastPacking()
 
     def context(self, schedule: str, device: torch.device | None = None) -> ContextParallel:
@@ -154,28 +157,44 @@ class Contexts:
         softcap: float = 0.0,
         layout: Layout | None = None,
         pack: PackKind | None = None,
+        weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return out [B, T, Hq, D] of tokens that this rank holds.
 
         training: as in tokenring.api.attention.attend. any_length: B documents, where each step brings ones of other
         lengths; "auto" does not plan for each of these, but once for all sizes up to the next power of two.
         layout: of the tokens, where it is not zigzag. pack: what documents `mask` and `layout` are of; "auto" plans
-        once for about as many.
+        once for about as many. weight: of latents, which k then is, [B, T, 1, L + R]; v is as wide as values.
         """
         cp = taken = self.context(schedule, q_BTHD.device)
         if self.ranks == 1:
             layout = None
         if self.ranks == 1 or torch.compiler.is_compiling():
             return attend(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, None, sinks, softcap, layout)[0]
-        call = q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, None, sinks, softcap, layout
-        q, k, v, request = prepared(*call)
-        kind = request
+        if weight is not None:
+            given = q_BTHD, k_BTHD, weight, v_BTHD.shape[-1]
+            call, request = prepared_latents(cp, *given, mask, scale, training, layout)
+            kind = _nominal(request, self.ranks, pack) if any_length else request
+            if not self._travel(schedule, kind):
+                k_BTHD, v_BTHD = call.keys_and_values()
+                weight = None
+        if weight is None:
+            whole = q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, None, sinks, softcap, layout
+            q, k, v, request = prepared(*whole)
+            kind = _nominal(request, self.ranks, pack) if any_length else request
         if any_length:
-            kind = _nominal(request, self.ranks, pack)
             taken = self._for_size(schedule, kind, request)
-        out, _ = attend_as(q, k, v, taken, request, sinks)
+        out = call.attend(taken, request) if weight is not None else attend_as(q, k, v, taken, request, sinks)[0]
         self.announce(schedule, kind)
         return out
+
+    def _travel(self, schedule: str, kind: Request) -> bool:
+        """Tell whether latents of such a call travel: with a schedule by name; of "auto" where that is faster."""
+        if not schedule.startswith("auto"):
+            return True
+        if (schedule, kind) not in self._latents_travel:
+            self._latents_travel[schedule, kind] = latents_pay(self.context(schedule, kind.device), kind)
+        return self._latents_travel[schedule, kind]
 
     def announce(self, schedule: str, request: Request) -> None:
         """Log at rank 0, once, the plan for this kind of call. All ranks of the group get here, after planning."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tokenring.topology.ranks import Topology
 
 SCHEDULE = "--tokenring-schedule"
+LATENTS = "--tokenring-latents"
 
 
 class Flag(NamedTuple):
@@ -116,7 +117,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def add_options(group: Any) -> None:
-    """Add a flag for each option. Their values stay text until they are read, so that errors are ours."""
+    """Add a flag for latents, and one for each option, whose values stay text until they are read: errors are ours."""
+    group.add_argument(LATENTS, action="store_true", help="send latents of multi-latent attention, not keys and values")
     for option, flag in FLAGS.items():
         group.add_argument(flag_of(option), default=None, metavar=flag.metavar, help=flag.help)
 
@@ -125,7 +127,8 @@ def options_of(args: Any) -> dict[str, Any]:
     """Return the schedule and options that these flags give, for `use_tokenring`. Raises ConfigurationError."""
     schedule = getattr(args, "tokenring_schedule", "auto")
     check_schedule_name(schedule)
-    return {"schedule": schedule, **options_said(args)}
+    latents = {"latents": True} if getattr(args, "tokenring_latents", False) else {}
+    return {"schedule": schedule, **latents, **options_said(args)}
 
 
 def options_said(args: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from tokenring.api.arguments import check_schedule_name
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.integrations.megatron.arguments import check_linear_options, check_options
 from tokenring.integrations.megatron.attention import TokenRingAttention
+from tokenring.integrations.megatron.latents import UP, SendsLatents, latent_layer, with_latents
 from tokenring.integrations.megatron.version import check_version
 
 OTHER_ATTENTION = ("cross_attention",)  # keys of another sequence: stays what it is
@@ -20,12 +21,16 @@ LINEARS = (
 EXPERTS = ("experts",)  # their messages go from token to expert, not from rank to rank of a layer
 
 
-def use_tokenring(spec: Any, schedule: str = "auto", *, any_version: bool = False, **options: Any) -> Any:
+def use_tokenring(
+    spec: Any, schedule: str = "auto", *, any_version: bool = False, latents: bool = False, **options: Any
+) -> Any:
     """Return the spec with our attention as core_attention of every self-attention in it; the given one is unchanged.
 
     spec: a ModuleSpec of a layer or a block, a TransformerBlockSubmodules, or a list of them.
     schedule: for layers whose cp_comm_type does not name one.
     any_version: also take a Megatron-core outside the range that tokenring knows.
+    latents: in layers of multi-latent attention, send latents in place of keys and values where they are fewer bytes;
+    "auto" does where that is predicted to be no slower. Such a layer refuses what it cannot do when it is made.
     options: of ContextParallel: transport, topology, memory_limit_bytes, kernel, pieces, timeout_seconds.
 
     Raises ConfigurationError for a spec without self-attention and for unknown names, UnsupportedError for an unknown
@@ -43,11 +48,21 @@ def use_tokenring(spec: Any, schedule: str = "auto", *, any_version: bool = Fals
     def attention(name: str, value: Any) -> Any:
         return ours if name == "core_attention" and value is not None else value
 
+    def latent(name: str, value: Any) -> Any:
+        layer = latent_layer(value)
+        return value if layer is None else replace(value, module=with_latents(layer))
+
     changed = _changed(spec, attention, OTHER_ATTENTION)
     if changed is spec:
         raise ConfigurationError(
             f"there is no core_attention of a self-attention in this {type(spec).__name__}: give a layer spec such as "
             f"get_gpt_layer_local_spec() makes, a block spec, or TransformerBlockSubmodules"
+        )
+    changed = _changed(changed, latent, OTHER_ATTENTION) if latents else changed
+    if latents and not _sends_latents(changed):
+        raise ConfigurationError(
+            f"latents=True, and no layer in this {type(spec).__name__} has multi-latent attention with a {UP}: "
+            f"make the spec with multi_latent_attention=True, or leave latents out"
         )
     return changed
 
@@ -139,3 +154,15 @@ def _changed(part: Any, change: Callable[[str, Any], Any], stays: tuple[str, ...
             if new_value is not value:
                 changes[name] = new_value
     return replace(part, **changes) if changes else part
+
+
+def _sends_latents(part: Any) -> bool:
+    """Tell whether latents travel in any layer of a spec."""
+    if isinstance(part, (list, tuple)):
+        return any(_sends_latents(each) for each in part)
+    if not is_dataclass(part) or isinstance(part, type):
+        return False
+    layer = latent_layer(part)
+    if layer is not None and issubclass(layer, SendsLatents):
+        return True
+    return any(_sends_latents(getattr(part, field.name)) for field in fields(part) if field.init)

@@ -62,6 +62,8 @@ def described(cp: ContextParallel, request: Request) -> str:
     dtype = str(size.dtype).removeprefix("torch.")
     dims = f"{size.head_dim}" if size.value_dim == size.head_dim else f"{size.head_dim}, values of {size.value_dim}"
     heads = f"{size.q_heads} query and {size.kv_heads} kv heads of {dims}"
+    if size.latent_dim is not None:  # which are of all heads
+        heads = f"{size.q_heads} heads of {dims}, latents of {size.latent_dim}"
     tokens = f"{size.batch} × {size.q_length:,} tokens in {dtype}"
     why = plan.reason if plan.reason.startswith(plan.name) else f"{plan.name}, {plan.reason}"
     return f"attention of {heads}, {tokens}, {_mask_text(request)}, over {cp.world_size} ranks: {why}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 
 import torch.distributed as dist
 
 from tokenring.display.units import time_text
 from tokenring.integrations.megatron.contexts import Contexts
 from tokenring.integrations.megatron.options import SCHEDULE
-from tokenring.planner.choosing.plan import Plan
+from tokenring.integrations.megatron.predictions import seconds_of
 from tokenring.sequence.workload import Request
 
 LOG = logging.getLogger("tokenring")
@@ -35,9 +34,3 @@ def saves_too_little(
         text += f": {whose} stays (to force it: {SCHEDULE} {plan.name})" if stays else ""
         LOG.log(logging.WARNING if stays else logging.INFO, text)
     return stays
-
-
-def seconds_of(plan: Plan, name: str) -> float:
-    """Return the planner's predicted seconds of a schedule; inf where it was not simulated, because it cannot win."""
-    found = {each.name: each.predicted_seconds for each in plan.candidates}[name]
-    return math.inf if found is None else found

@@ -82,10 +82,11 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
             is_pack = is_packed(self.config) or algorithm(self.config) == ULYSSES
             if packed_seq_params is not None and not is_pack:  # as Megatron's, and from 0 on
                 return super().forward(q, k, value, attention_mask, attn_mask_type, None, packed_seq_params)
+            q, k, value, weight = self._read(q, k, value)
             if packed_seq_params is not None:
                 with self._hearing(q):
                     mask = mask_of_call(mask_type, attention_mask, True, self.window)
-                return self._pack(packed_seq_params, mask, q, k, value)
+                return self._pack(packed_seq_params, mask, weight, q, k, value)
             call = q, k, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
             length, general = q.shape[0] * self._contexts.ranks, is_general(self.config)
             with self._hearing(q):
@@ -100,15 +101,20 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
                 else:
                     mask = mask_of_call(mask_type, attention_mask, False, self.window)
                 layout = layout_of(self.config, self._contexts.ranks, length)
-            if not general and self._own and self._compares and self._own_stays(mask, q, k, value):
+            may_stay = not general and weight is None
+            if may_stay and self._own and self._compares and self._own_stays(mask, q, k, value):
                 return self._own[0](*call)  # type: ignore[no-any-return]
             with self._hearing(q):
                 check_shapes(q, k, self._contexts.ranks)
             q, k, v = (x.transpose(0, 1) for x in (q, k, value))
-            out = self._attend(self._contexts, q, k, v, mask, layout)
+            out = self._attend(self._contexts, q, k, v, mask, layout, weight)
             return out.transpose(0, 1).flatten(-2)
 
-        def _pack(self, params: Any, mask: Mask, *qkv: torch.Tensor) -> torch.Tensor:
+        def as_latents(self, query: Parts, key: Parts, value: torch.Tensor) -> tuple[Any, Any, Any]:
+            """Return what TokenRingAttention does, of parts of query and key too."""
+            return super().as_latents(joined_parts(query), joined_parts(key), value)
+
+        def _pack(self, params: Any, mask: Mask, weight: torch.Tensor | None, *qkv: torch.Tensor) -> torch.Tensor:
             """Compute packed documents: out [t, np, hn], or [s, b, np · hn] where q has a dim for b."""
             of, is_batch = self._contexts, qkv[0].dim() == 4
             together = int(getattr(self.config, "micro_batch_size", 1)) if is_packed(self.config) else 1
@@ -117,14 +123,14 @@ def attention_class(own: type[Any], schedule: str, options: Mapping[str, Any]) -
                 q, k, v = (x.transpose(0, 1).flatten(0, 1) if is_batch else x for x in qkv)
                 with self._hearing(q):
                     packing = of.packings.of(params, of.rank, of.ranks, q.shape[0], packing_of_ends)
-                out = self._documents(of, packing, mask, q, k, v)
+                out = self._documents(of, packing, mask, q, k, v, weight)
             else:
                 q, k, v = (batched(x, batch).flatten(0, 1)[None] for x in qkv)
                 with self._hearing(q):
                     found = of.packings.of(params, of.rank, of.ranks, q.shape[1], sequences_of_ends)
                     of_all = found.mask_of_all(mask, batch)
                     layout = layout_of(self.config, of.ranks, q.shape[1] * of.ranks)
-                out = self._attend(of, q, k, v, of_all, layout)[0]
+                out = self._attend(of, q, k, v, of_all, layout, weight)[0]
             return out.view(batch, -1, *out.shape[1:]).transpose(0, 1).flatten(-2) if is_batch else out
 
         def _hearing(self, q: torch.Tensor) -> AbstractContextManager[None]:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from tokenring.errors import BackendUnavailable, ConfigurationError, one_line
+from tokenring.integrations.megatron.latents import build_latents_wrapper
 from tokenring.integrations.megatron.options import options_said
 from tokenring.integrations.mindspeed.flags import add_arguments, check_arguments, is_asked
 from tokenring.integrations.mindspeed_llm import ADAPTOR, keep_last, registered
@@ -16,6 +17,7 @@ FEATURE = "context_parallel_attention"
 ADAPTORS = ("mindspeed.megatron_adaptor", ADAPTOR)
 ATTENTION = "megatron.core.transformer.dot_product_attention.DotProductAttention"
 TE_ATTENTION = "megatron.core.extensions.transformer_engine.TEDotProductAttention"
+BUILD = "megatron.core.transformer.spec_utils.build_module"  # of every layer, whoever wrote its spec
 OWN_ATTENTION = "mindspeed.core.context_parallel.adaptor.MindSpeedCPDotProductAttention"
 ULYSSES = "mindspeed.core.context_parallel.ulysses_context_parallel.ulysses_context_parallel.UlyssesContextAttention"
 WHOLE = "mindspeed.te"  # gone since core_r0.17, which left attention to a package of its own
@@ -90,6 +92,8 @@ def _feature(base: type[Any]) -> Any:
 
         def register_patches(self, patch_manager: Any, args: Any) -> None:
             replace_attention(patch_manager, args.tokenring_schedule, options_said(args))
+            if getattr(args, "tokenring_latents", False):
+                patch_manager.register_patch(BUILD, build_latents_wrapper)
 
     return TokenRingFeature()
 

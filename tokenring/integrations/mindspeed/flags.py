@@ -12,7 +12,8 @@ from typing import Any
 from tokenring.api.arguments import check_schedule_name
 from tokenring.errors import ConfigurationError
 from tokenring.integrations import mindspeed_llm
-from tokenring.integrations.megatron.options import SCHEDULE, add_options, flag_of, flags_said, options_said
+from tokenring.integrations.megatron.latents import check_latent_flags
+from tokenring.integrations.megatron.options import LATENTS, SCHEDULE, add_options, flag_of, flags_said, options_said
 from tokenring.integrations.mindspeed_cuts.layouts import ALGORITHMS
 from tokenring.integrations.mindspeed_cuts.together import TOGETHER
 from tokenring.schedule.families.registry import misfit
@@ -70,9 +71,10 @@ def check_arguments(args: Any) -> None:
     name = getattr(args, "tokenring_schedule", "auto")
     said = {SCHEDULE: name} if name != "auto" else {}
     said |= {flag_of(option): value for option, value in flags_said(args).items()}
+    said |= {LATENTS: ""} if (latents := getattr(args, "tokenring_latents", False)) else {}
     if said and args.context_parallel_attention != "tokenring":
         flag, value = next(iter(said.items()))
-        raise ConfigurationError(f"{flag} {value} has no effect without {ASKED}: add it")
+        raise ConfigurationError(f"{f'{flag} {value}'.strip()} has no effect without {ASKED}: add it")
     if not is_asked(args):
         return
     for attribute, (conflicts, why) in (CONFLICTS | mindspeed_llm.CONFLICTS).items():
@@ -82,6 +84,8 @@ def check_arguments(args: Any) -> None:
         if conflict(args):
             value = getattr(args, attribute)
             raise ConfigurationError(f"--{attribute.replace('_', '-')} {value} does not go with {ASKED}: {why}")
+    if latents:
+        check_latent_flags(args, LATENTS)
     check_schedule_name(name)
     options_said(args)
     if not is_auto(name) and (reason := misfit(name, ranks(args))) is not None:

@@ -52,9 +52,10 @@ class CachedCall:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all cached keys and values."""
+        """Bytes of all cached keys and values, or of latents."""
         size = self.workload
-        return size.batch * size.kv_length * size.kv_heads * size.kv_dim * size.itemsize
+        width = size.kv_heads * size.kv_dim if size.latent_dim is None else size.latent_dim
+        return size.batch * size.kv_length * width * size.itemsize
 
     def kernel_seconds(self, tokens: float, cached: float) -> float:
         """Return the seconds of one kernel from so many new tokens to so many cached ones."""
@@ -95,7 +96,6 @@ class CachedWay:
     """One way: what moves, how long its parts take, what a rank sends, and how many rounds of messages it has.
 
     exchange_seconds: what the exchange adds to the kernels; what runs behind them does not count.
-    runs: whether `cached_attention` takes it, or its parts; else it is there to compare.
     """
 
     name: str
@@ -105,7 +105,6 @@ class CachedWay:
     sent_bytes: float
     rounds: int
     seconds: float
-    runs: bool = True
 
 
 def cached_ways(call: CachedCall) -> list[CachedWay]:
@@ -117,6 +116,15 @@ def cached_ways(call: CachedCall) -> list[CachedWay]:
 def reduction(call: CachedCall) -> str:
     """Return the faster way to bring partial results of rows that every rank has to all ranks, in one round or two."""
     return min((_one_shot(call), *(make(call) for make in _parted(call))), key=lambda way: way.seconds).name
+
+
+def of_own_rows(call: CachedCall, whole: bool = True) -> str:
+    """Return the fastest way of new tokens that are each rank's own: q moves, or what is cached.
+
+    whole: whether a rank may hold the whole cache for that time.
+    """
+    ways = _direct_q(call), _ring(call), *([_direct_kv(call)] if whole else [])
+    return min(ways, key=lambda way: way.seconds).name
 
 
 def _parted(call: CachedCall) -> tuple[Callable[[CachedCall], CachedWay], ...]:
@@ -162,7 +170,7 @@ def _direct_kv(call: CachedCall) -> CachedWay:
     kernel = call.kernel_seconds(call.workload.q_length / ranks, call.workload.kv_length)
     exchange = call.round_seconds(call.kv_bytes / ranks)
     sent = (ranks - 1) / ranks * call.kv_bytes
-    return CachedWay("direct-kv", "keys and values, to all", kernel, exchange, sent, 1, kernel + exchange, runs=False)
+    return CachedWay("direct-kv", "keys and values, to all", kernel, exchange, sent, 1, kernel + exchange)
 
 
 def _ring(call: CachedCall) -> CachedWay:
@@ -172,9 +180,7 @@ def _ring(call: CachedCall) -> CachedWay:
     step = call.round_seconds(call.kv_bytes / ranks, neighbours=True)
     sent, kernels = (ranks - 1) / ranks * call.kv_bytes, ranks * part
     exposed = (ranks - 1) * max(0.0, step - part)
-    return CachedWay(
-        "ring", "keys and values, round", kernels, exposed, sent, ranks - 1, kernels + exposed, runs=False
-    )  # fmt: skip
+    return CachedWay("ring", "keys and values, round", kernels, exposed, sent, ranks - 1, kernels + exposed)
 
 
 def least_cached_seconds(call: CachedCall) -> float:
