@@ -81,8 +81,16 @@ def plan_call(call: CallToPlan) -> Plan:
 
 
 def with_simulated(call: CallToPlan, plan: Plan, count: int) -> Plan:
-    """Return the plan with so many of its candidates simulated to the end, for a table; of many ranks, as it is."""
+    """Return the plan with so many of its candidates simulated to the end, for a table; of many ranks, as it is.
+
+    Where one host stands for all, with all that are nearly as fast.
+    """
     net = call.setting.interconnect
+    if is_large(net, EXACT_RANKS):
+        with no_collection():
+            nearly = _forecast(call)
+        reason = nearly.reason if plan.transport is None else plan.reason
+        return replace(plan, reason=reason, candidates=nearly.candidates)
     known = [each.name for each in plan.candidates if each.predicted_seconds is not None]
     more = [each.name for each in plan.candidates if each.name not in known and not each.reason.startswith(MISFIT)]
     names = [*known, *more][: max(count, len(known))]
@@ -105,7 +113,7 @@ def _plan(call: CallToPlan) -> Plan:
     setting, limit = call.setting, call.memory_limit_bytes
     if is_large(setting.interconnect, EXACT_RANKS):
         check_made(setting.interconnect, "schedule='auto'", IN_A_JOB)
-        found = _forecast(call)
+        found = _forecast(call, fastest_alone=True)
         return Plan(make(call, found.name), found.workload, found.reason, found.candidates)
     _check_simulated(setting.interconnect)
     _check_one_row(call)
@@ -202,8 +210,8 @@ def forecast_call(call: CallToPlan) -> Forecast:
         return within_limit(lambda setting: _forecast(replace(call, setting=setting)), *_limited(call))
 
 
-def _forecast(call: CallToPlan) -> Forecast:
-    return forecast(first_names(call), _task(call), call_bound(call), call.memory_limit_bytes)
+def _forecast(call: CallToPlan, fastest_alone: bool = False) -> Forecast:
+    return forecast(first_names(call), _task(call), call_bound(call), call.memory_limit_bytes, fastest_alone)
 
 
 def _task(call: CallToPlan) -> Task:
