@@ -4,14 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: demo test setup lint wheel megatron browser clean
+# A thousand processes of tests import the package: each would compile it again where the environment forbids bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test setup lint wheel megatron browser collected clean
 
 demo: setup
 	$(BIN)/tokenring demo
 
-# pytest comes last, so that its summary closes the output. What `megatron` was to install, no test skips; in CI nor
-# what `browser` was to.
-test: lint wheel megatron browser
+# What comes first runs two at a time: most of it waits for mypy, or for the network. pytest comes last, so that its
+# summary closes the output. What `megatron` was to install, no test skips; in CI nor what `browser` was to.
+test: setup
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint wheel megatron browser collected
 	TOKENRING_MEGATRON_REQUIRED=1 $(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder --durations=25
 
 setup: $(STAMP)
@@ -43,6 +47,11 @@ $(VENV)/megatron/.stamp: $(STAMP) ci/megatron-versions.txt
 # Only in CI; elsewhere tests of pictures skip where there is no browser.
 browser:
 	ci/browser
+
+# The tests as pytest compiles them, once and not by each of its workers; where that fails, they say why. After `wheel`,
+# which copies the folders that this writes to.
+collected: setup wheel
+	@$(BIN)/python -m pytest --collect-only --quiet >/dev/null 2>&1 || true
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -12,7 +12,7 @@ import torch
 
 from tokenring.backends.devices import DeviceRuntime, device_of
 from tokenring.backends.interfaces import AttentionKernel, refusal_of
-from tokenring.backends.merging.mergers import merger_for
+from tokenring.backends.merging.choice import merger_for
 from tokenring.backends.table_keys import key_of
 from tokenring.errors import UnsupportedError
 from tokenring.ir.schedule_data import PASSES, Pass

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from tokenring.backends.kernels.decompose import Part, parts
 from tokenring.backends.kernels.delta import lean_out
+from tokenring.backends.kernels.patch_parts import Part, parts
 from tokenring.backends.kernels.reference import Reference
 from tokenring.backends.widths import cut, filled
 from tokenring.sequence.region import Patch

@@ -2,7 +2,7 @@
 
 By CANN's documentation aclnnLogAddExp is max + log(1 + exp(-|x - y|)), which is NaN for two rows that have seen
 nothing: -inf minus -inf. Here such rows take part as the finite `EMPTY`, and are told by comparison. It takes twice as
-many operations as torch's merge, and temporary memory for statistics and for one output; `merging.mergers` takes it
+many operations as torch's merge, and temporary memory for statistics and for one output; `merging.choice` takes it
 only where that one fails its trial.
 """
 

@@ -1,7 +1,7 @@
 """Merging partial results by npu_attention_update of torch_npu, where that costs nothing more than torch's operators.
 
 It merges lists of lse [M] and outs [M, D] of one dtype, contiguous, into new tensors (docs/ascend.md, "Merging", says
-what that means). Given fp32 it keeps fp32; the choice (`merging.mergers`) tries that before it is used. It knows no
+what that means). Given fp32 it keeps fp32; the choice (`merging.choice`) tries that before it is used. It knows no
 -inf: the lowest fp32 stands for it on the way in and on the way out.
 """
 

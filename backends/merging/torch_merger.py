@@ -2,7 +2,7 @@
 
 out = Σ exp(lse_i - lse) out_i with lse = log Σ exp(lse_i): the log-sum-exp form of online softmax
 (Milakov and Gimelshein 2018; ring-flash-attention). Rows that have seen nothing (lse -inf) are
-neutral, and stay out 0, lse -inf when nothing comes. This is the merge that any device has; `merging.mergers`
+neutral, and stay out 0, lse -inf when nothing comes. This is the merge that any device has; `merging.choice`
 says where another one is taken.
 """
 

@@ -102,5 +102,5 @@ def _power_of_two(number: int) -> int:
 
 
 def make() -> TritonMerger:
-    """Make the merger, as `merging.mergers` asks for it."""
+    """Make the merger, as `merging.choice` asks for it."""
     return TritonMerger()

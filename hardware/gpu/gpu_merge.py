@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from gpu_clock import in_turn
 
 from tokenring.backends.interfaces import Merger
-from tokenring.backends.merging.mergers import choose_merger, trial
+from tokenring.backends.merging.choice import choose_merger, trial
 
 ENOUGH = 0.85  # of a copy's bandwidth
 CALLS, ROUNDS = 20, 9  # calls between two looks at the clock; the median of so many rounds counts

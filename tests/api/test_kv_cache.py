@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import cached64, error_of_terms
 from ranks import Here, RankError, RankPools
 from test_cached_attention import HEADS
 
@@ -16,7 +17,7 @@ from tokenring.api.caching.filling import CacheSight, Filled, Room, below, cut, 
 from tokenring.api.caching.one_token import one_token
 from tokenring.api.caching.rows import _after, rows_over
 from tokenring.backends.merging.all_at_once import merge_all
-from tokenring.runtime.partials import PartialSlots, Rows
+from tokenring.runtime.cached_exchange import PartialSlots, Rows
 from tokenring.sequence.layout import Positions, make_layout
 
 SIZES: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "capacity": 64, "page": 4}
@@ -55,9 +56,12 @@ def cropped_is_as_never_fed(here: Here, first: int, dropped: int) -> bool:
     assert a.length == b.length == first + 9
     left = {int(place) for place in a.positions()}
     assert max(left) < a.length
-    outs = [(feed(a, 1, seed), feed(b, 1, seed)) for seed in range(12)]
-    for one, other in outs:
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+    tokens = [new_tokens(first), new_tokens(9), *(new_tokens(1, seed=seed) for seed in range(12))]
+    _, k, v = (torch.cat(parts, dim=1) for parts in zip(*tokens, strict=True))
+    for seed in range(12):
+        q, end = new_tokens(1, seed=seed)[0], first + 9 + seed + 1
+        want, terms = (cached64(q, k[:, :end], x[:, :end], torch.tensor([end - 1]))[0] for x in (v, v.abs()))
+        assert all(error_of_terms(feed(cache, 1, seed), want, terms) <= 1e-6 for cache in (a, b))
     return True
 
 

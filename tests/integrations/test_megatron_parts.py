@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from mcore.stand_ins import config, layer, refusal
 from mcore.versions import PINNED
-from oracle import allowed, attention64, relative_error
+from oracle import allowed, attention64, relative_error, variant64
 from ranks import Here, RankPools
 from said import said
 
@@ -63,6 +63,15 @@ class TestRefusals:
     def test_what_changes_the_softmax_or_looks_into_it(self, settings: dict[str, Any]) -> None:
         text = refusal(UnsupportedError, lambda: layer(config(**settings)))
         assert text.startswith(next(iter(settings)))
+
+    def test_a_soft_cap_that_does_not_say_which_layers_have_windows(self) -> None:
+        capped = {"attn_logit_softcapping": 50.0, "window_size": (8, 0)}
+        text = refusal(UnsupportedError, lambda: layer(config(**capped)))
+        assert text.startswith("attn_logit_softcapping with window_size (8, 0) does not say which layers have windows")
+        assert layer(config(**capped, window_attn_skip_freq=2)).window == (8, 0)
+        assert layer(config(window_size=(8, 0), attn_logit_softcapping=None)).softcap == 0
+        text = refusal(ConfigurationError, lambda: layer(config(attn_logit_softcapping=-1.0)))
+        assert text.startswith("softcap is -1.0; give a positive number")
 
     @pytest.mark.parametrize(
         ("settings", "refused"),
@@ -278,6 +287,16 @@ class TestOneRank:
         wanted = torch.autograd.grad(want.square().sum(), leaves)
         for got, gradient in zip(torch.autograd.grad(out.square().sum(), leaves), wanted, strict=True):
             assert relative_error(got, gradient) <= EXACT
+
+    def test_scale_and_cap_of_gemma_2(self) -> None:
+        """Megatron-Bridge's configuration has both; a scale that Megatron gives comes first."""
+        gemma = config(query_pre_attn_scalar=4, attn_logit_softcapping=0.7)
+        x = torch.randn(9, 1, 4, 16)
+        one = x.transpose(0, 1)
+        for given, scale in ((None, 0.5), (0.3, 0.3)):
+            out = layer(gemma, softmax_scale=given)(x, x, x, None).unflatten(-1, (4, 16)).transpose(0, 1)
+            whole, _ = variant64(one, one, one, one, None, allowed(Causal(), 9, 9), scale, None, 0.7)
+            assert relative_error(out, whole.out) <= EXACT
 
     def test_one_query_and_a_cache(self) -> None:
         q, k = torch.randn(1, 1, 4, 16), torch.randn(9, 1, 4, 16)

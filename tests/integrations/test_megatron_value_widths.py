@@ -1,4 +1,4 @@
-"""Multi-latent attention in Megatron: values narrower than keys reach other ranks as they are."""
+"""Variants of attention in Megatron: values narrower than keys reach other ranks as they are; scores are capped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mcore.stand_ins import config, layer, params
-from oracle import allowed, attention64, relative_error
+from oracle import allowed, relative_error, variant64
 from ranks import Here, RankPools
 
 from tokenring import Causal
@@ -35,10 +35,11 @@ def held(rank: int, ranks: int, packed: bool) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-def mla_layer(here: Here, schedule: str, packed: bool) -> tuple[list[torch.Tensor], int]:
+def mla_layer(here: Here, schedule: str, packed: bool, cap: float | None) -> tuple[list[torch.Tensor], int]:
     """Out and gradients of the rank's tokens, and the bytes that it sent forward."""
     made: Any = layer(
-        config(context_parallel_size=here.world_size), pg_collection=SimpleNamespace(cp=dist.group.WORLD),
+        config(context_parallel_size=here.world_size, attn_logit_softcapping=cap),
+        pg_collection=SimpleNamespace(cp=dist.group.WORLD),
         schedule=schedule, k_channels=WIDE, v_channels=NARROW,
     )  # fmt: skip
     rows = held(here.rank, here.world_size, packed)
@@ -52,17 +53,19 @@ def mla_layer(here: Here, schedule: str, packed: bool) -> tuple[list[torch.Tenso
     return [x.view(len(rows), 1, HEADS, -1) for x in found], sent
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("schedule", ["ring", "ulysses"])
-def test_exact_and_without_padding(ranks: RankPools, schedule: str, packed: bool) -> None:
-    parts = ranks(2)(mla_layer, schedule, packed)
+@pytest.mark.parametrize(
+    ("schedule", "packed", "cap"),
+    [("ring", False, None), ("ring", True, 0.5), ("ulysses", False, 0.5), ("ulysses", True, None)],
+)
+def test_exact_and_without_padding(ranks: RankPools, schedule: str, packed: bool, cap: float | None) -> None:
+    parts = ranks(2)(mla_layer, schedule, packed, cap)
     order = torch.cat([held(rank, 2, packed) for rank in range(2)])
     q, k, v, dout = (x.transpose(0, 1) for x in inputs())
     visible = allowed(Causal(), TOKENS, TOKENS)
     if packed:
         ends = torch.repeat_interleave(torch.arange(2), torch.tensor(DOCUMENTS))
         visible = visible & (ends[:, None] == ends[None, :])
-    wanted = attention64(q, k, v, dout, visible)
+    wanted, _ = variant64(q, k, v, dout, None, visible, softcap=cap or 0.0)
     for index, (name, limit) in enumerate(EXACT.items()):
         got = torch.cat([made[index] for made, _ in parts])
         assert relative_error(got.transpose(0, 1), getattr(wanted, name)[:, order]) <= limit, name

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -35,36 +36,51 @@ from tokenring.tables.rates import Messages
 Kept = tuple[CallToPlan, dict[str, str], Path]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def asked() -> CallToPlan:
     return call(setting(full_mesh(4, 1.0), workload(4, (4, 2), 64), BOTH, tflops=1e-2), tr.Causal())
 
 
+@pytest.fixture(scope="module")
+def anew(asked: CallToPlan) -> Plan:
+    """The plan of that call, made once."""
+    return plan_call(asked)
+
+
+@pytest.fixture(scope="module")
+def folder(asked: CallToPlan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of plans with that of the call, which nobody changes."""
+    folder = tmp_path_factory.mktemp("kept") / "plans"
+    plan_kept(asked, {"TOKENRING_PLAN_CACHE": str(folder)})
+    return folder
+
+
 @pytest.fixture
-def kept(asked: CallToPlan, tmp_path: Path) -> Iterator[Kept]:
+def kept(asked: CallToPlan, folder: Path, tmp_path: Path) -> Kept:
     """A call, an environment with a folder of its own, and the file that is there now."""
-    environment = {"TOKENRING_PLAN_CACHE": str(tmp_path / "plans")}
-    plan_kept(asked, environment)
+    shutil.copytree(folder, tmp_path / "plans")
     (path,) = (tmp_path / "plans").iterdir()
-    yield asked, environment, path
+    return asked, {"TOKENRING_PLAN_CACHE": str(tmp_path / "plans")}, path
 
 
-def planned(kept: Kept, monkeypatch: pytest.MonkeyPatch, asked: CallToPlan | None = None) -> tuple[Plan, bool]:
-    """The plan, and whether it was made now."""
+def planned(kept: Kept, anew: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Plan, bool]:
+    """The plan, and whether the planner was asked, which then gives `anew`."""
     made: list[CallToPlan] = []
 
     def noted(call: CallToPlan) -> Plan:
         made.append(call)
-        return plan_call(call)
+        return anew
 
     monkeypatch.setattr(kept_plans, "plan_call", noted)
-    return plan_kept(kept[0] if asked is None else asked, kept[1]), bool(made)
+    found = plan_kept(*kept[:2])
+    assert made in ([], [kept[0]])
+    return found, bool(made)
 
 
-def test_the_same_call_is_not_planned_again(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, anew = planned(kept, monkeypatch)
-    assert not anew
-    assert (found, str(found)) == (plan_call(kept[0]), str(plan_call(kept[0])))
+def test_the_same_call_is_not_planned_again(kept: Kept, anew: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, asked = planned(kept, anew, monkeypatch)
+    assert not asked
+    assert (found, str(found)) == (anew, str(anew))
 
 
 OTHERS: dict[str, Callable[[CallToPlan], CallToPlan]] = {
@@ -163,31 +179,32 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_not_used(kept: Kept, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_not_used(kept: Kept, damage: str, anew: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call is planned again, and but for a folder in its place the file is whole again."""
     DAMAGES[damage](kept[2])
-    found, anew = planned(kept, monkeypatch)
-    assert anew and found == plan_call(kept[0])
-    assert planned(kept, monkeypatch)[1] is (damage == "a folder")
+    assert planned(kept, anew, monkeypatch) == (anew, True)
+    assert planned(kept, anew, monkeypatch) == (anew, damage == "a folder")
 
 
-def test_a_file_of_another_user_is_not_used(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_not_used(kept: Kept, anew: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = kept[2].stat().st_uid
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: owner + 1)
-        assert planned(kept, monkeypatch)[1]
+        assert planned(kept, anew, monkeypatch)[1]
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(asked: CallToPlan, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_no_error(asked: CallToPlan, anew: Plan, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert plan_kept(asked, {"TOKENRING_PLAN_CACHE": str(tmp_path / "file" / "plans")}) == plan_call(asked)
+    assert plan_kept(asked, {"TOKENRING_PLAN_CACHE": str(tmp_path / "file" / "plans")}) == anew
 
 
-def test_a_writer_that_is_killed_leaves_nothing_in_the_way(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_is_killed_leaves_nothing_in_the_way(
+    kept: Kept, anew: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it had begun has another name, which nobody reads."""
     kept[2].unlink()
     (kept[2].parent / ".writing-x").write_text("half")
-    assert [planned(kept, monkeypatch)[1] for _ in range(2)] == [True, False]
+    assert [planned(kept, anew, monkeypatch)[1] for _ in range(2)] == [True, False]
 
 
 def test_the_oldest_go(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +250,9 @@ def test_a_kernel_of_the_user_is_not_kept(asked: CallToPlan, tmp_path: Path) -> 
     assert path_of(its, {"TOKENRING_PLAN_CACHE": str(tmp_path)}) is None
 
 
-def test_files_of_editors_do_not_count(asked: CallToPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_editors_do_not_count(
+    asked: CallToPlan, anew: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their locks are links to nothing; what cannot be read keeps no plan, and stops none."""
     environment = {"TOKENRING_PLAN_CACHE": str(tmp_path / "plans")}
     (tmp_path / "planner").mkdir()
@@ -247,7 +266,7 @@ def test_files_of_editors_do_not_count(asked: CallToPlan, tmp_path: Path, monkey
         kept_plans._sources.cache_clear()
         (tmp_path / "planner" / "b.py").symlink_to(tmp_path / "nothing")
         assert path_of(asked, environment) is None
-        assert plan_kept(asked, environment) == plan_call(asked)
+        assert plan_kept(asked, environment) == anew
     finally:
         kept_plans._sources.cache_clear()
 

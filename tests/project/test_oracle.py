@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from oracle import allowed, attention64, relative_error, whole_sdpa
+from oracle import allowed, attention64, error_of_terms, relative_error, whole_sdpa
 
 from tokenring import Causal, Documents, Full, Mask, SlidingWindow
 
@@ -83,6 +83,14 @@ def test_rows_that_see_nothing() -> None:
 )
 def test_relative_error(got: list[float], error: float) -> None:
     assert relative_error(torch.tensor(got), torch.tensor([3.0, 4.0, -math.inf])) == pytest.approx(error)
+
+
+def test_error_of_terms() -> None:
+    terms = torch.tensor([3.0, 4.0])
+    for got, error in (([0.0, 0.0], 0.0), ([0.0, 5e-6], 1e-6), ([math.nan, 0.0], math.inf), ([0.0], math.inf)):
+        assert error_of_terms(torch.tensor(got), torch.zeros(2), terms) == pytest.approx(error)
+    assert error_of_terms(terms, torch.zeros(2), torch.zeros(2)) == math.inf
+    assert error_of_terms(terms[:0], terms[:0], terms[:0]) == 0.0
 
 
 def test_relative_error_of_nothing() -> None:

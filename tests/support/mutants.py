@@ -7,6 +7,7 @@ wrong. All keep to the total order of moves, so that they are refused for what t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,11 +15,13 @@ from tokenring.ir.passes import order
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Move, Tile
 from tokenring.schedule.schedule import Schedule
 
+Make = Callable[[], Schedule]
+
 
 class Mutant(NamedTuple):
-    """The message must name one of these steps, ranks and blocks, and match `says`."""
+    """The message must name one of these steps, ranks and blocks, and match `says`; `make` makes the schedule."""
 
-    schedule: Schedule
+    make: Make
     steps: set[int]
     ranks: set[int]
     blocks: set[Block]
@@ -30,14 +33,23 @@ NOT_HELD = "but does not hold it yet"
 NOTHING = "but holds nothing of it"
 NEVER_HOME = "which never reaches its owner"
 NEEDLESS = "but never needs it"
+HELD = "but holds it already"
 
 
-def replace_tile(schedule: Schedule, tile: Tile, *by: Tile) -> Schedule:
-    return order(schedule.replace(tiles=(*(t for t in schedule.tiles if t is not tile), *by)))
+def replace_tile(schedule: Schedule, tile: Tile, *by: Tile) -> Make:
+    return lambda: order(schedule.replace(tiles=(*(t for t in schedule.tiles if t is not tile), *by)))
 
 
-def replace_move(schedule: Schedule, move: Move, *by: Move) -> Schedule:
-    return order(schedule.replace(moves=(*(m for m in schedule.moves if m is not move), *by)))
+def replace_move(schedule: Schedule, move: Move, *by: Move) -> Make:
+    return lambda: order(schedule.replace(moves=(*(m for m in schedule.moves if m is not move), *by)))
+
+
+def another_tile(schedule: Schedule, tile: Tile) -> Make:
+    return lambda: order(schedule.replace(tiles=(*schedule.tiles, tile)))
+
+
+def another_move(schedule: Schedule, move: Move) -> Make:
+    return lambda: order(schedule.replace(moves=(*schedule.moves, move)))
 
 
 def requests(schedule: Schedule) -> list[Move]:
@@ -131,10 +143,7 @@ def hidden_tile(schedule: Schedule) -> Iterator[Mutant]:
             if schedule.kv_layout.owners[kv] == tile.rank and not schedule.mask.visible(
                 schedule.positions(tile.q[0]), schedule.positions(tile.kv[0])
             ):
-                says = "which sees nothing in its tile"
-                yield Mutant(
-                    order(schedule.replace(tiles=(*schedule.tiles, tile))), {0}, {tile.rank}, {tile.q[0]}, says
-                )
+                yield Mutant(another_tile(schedule, tile), {0}, {tile.rank}, {tile.q[0]}, "sees nothing in its tile")
 
 
 def hidden_block_in_a_tile(schedule: Schedule) -> Iterator[Mutant]:
@@ -188,15 +197,13 @@ def dropped_request(schedule: Schedule) -> Iterator[Mutant]:
 def request_sent_again(schedule: Schedule) -> Iterator[Mutant]:
     for move in requests(schedule):
         again = move._replace(step=later(schedule))
-        says = "but holds it already"
-        yield Mutant(replace_move(schedule, move, move, again), {again.step}, {move.dst}, {move.block}, says)
+        yield Mutant(replace_move(schedule, move, move, again), {again.step}, {move.dst}, {move.block}, HELD)
 
 
 def request_to_a_rank_that_holds_it(schedule: Schedule) -> Iterator[Mutant]:
     for move in requests(schedule):
         back = move._replace(step=later(schedule), src=move.dst, dst=schedule.owner(move.block))
-        says = "but holds it already"
-        yield Mutant(replace_move(schedule, move, move, back), {back.step}, {back.dst}, {move.block}, says)
+        yield Mutant(replace_move(schedule, move, move, back), {back.step}, {back.dst}, {move.block}, HELD)
 
 
 def needless_request(schedule: Schedule) -> Iterator[Mutant]:
@@ -207,15 +214,14 @@ def needless_request(schedule: Schedule) -> Iterator[Mutant]:
             for rank in others(schedule, schedule.owner(block)):
                 if (block, rank) not in held:
                     extra = Move(later(schedule), block, schedule.owner(block), rank, REQUESTS)
-                    mutant = order(schedule.replace(moves=(*schedule.moves, extra)))
-                    yield Mutant(mutant, {extra.step}, {rank}, {block}, NEEDLESS)
+                    yield Mutant(another_move(schedule, extra), {extra.step}, {rank}, {block}, NEEDLESS)
 
 
 def misrouted_request(schedule: Schedule) -> Iterator[Mutant]:
     for move in requests(schedule):
         for rank in others(schedule, move.src, move.dst):
             mutant = replace_move(schedule, move, move._replace(dst=rank))
-            says = f"{NOT_HELD}|but holds it already|or twice"
+            says = f"{NOT_HELD}|{HELD}|or twice"
             yield Mutant(mutant, steps(move.step), {rank, move.dst, move.src}, {move.block}, says)
 
 
@@ -236,8 +242,7 @@ def ghost_request(schedule: Schedule) -> Iterator[Mutant]:
             for rank in others(schedule, schedule.owner(block)):
                 if (block, rank) not in held:
                     ghost = Move(later(schedule), block, rank, others(schedule, rank)[0], REQUESTS)
-                    mutant = order(schedule.replace(moves=(*schedule.moves, ghost)))
-                    yield Mutant(mutant, {ghost.step}, {rank}, {block}, NOT_HELD)
+                    yield Mutant(another_move(schedule, ghost), {ghost.step}, {rank}, {block}, NOT_HELD)
 
 
 # ---------- partials
@@ -288,8 +293,7 @@ def partial_never_made(schedule: Schedule) -> Iterator[Mutant]:
             if (tile.q[0], rank) not in made and not any(move.add for move in schedule.moves):
                 block = tile.q[0].partial(rank)
                 ghost = Move(later(schedule), block, rank, schedule.owner(block), PARTIALS)
-                mutant = order(schedule.replace(moves=(*schedule.moves, ghost)))
-                yield Mutant(mutant, {ghost.step}, {rank}, {block}, NOTHING)
+                yield Mutant(another_move(schedule, ghost), {ghost.step}, {rank}, {block}, NOTHING)
 
 
 def added_after_the_relay_has_sent(schedule: Schedule) -> Iterator[Mutant]:
@@ -320,7 +324,7 @@ def added_while_the_relay_sends(schedule: Schedule) -> Iterator[Mutant]:
 def swapped_order(schedule: Schedule) -> Iterator[Mutant]:
     moves = schedule.moves
     for at, (first, second) in enumerate(pairwise(moves)):
-        mutant = schedule.replace(moves=(*moves[:at], second, first, *moves[at + 2 :]))
+        mutant = partial(schedule.replace, moves=(*moves[:at], second, first, *moves[at + 2 :]))
         yield Mutant(mutant, {first.step}, {first.src}, {first.block}, "stands behind .* against the order")
 
 

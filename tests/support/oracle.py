@@ -168,3 +168,12 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     if size == 0:
         return 0.0 if error == 0 else math.inf
     return error / size
+
+
+def error_of_terms(got: torch.Tensor, want: torch.Tensor, terms: torch.Tensor) -> float:
+    """‖got - want‖ / ‖terms‖; terms: sums of the sizes of what was added up, so that what cancels is no error."""
+    got, want, terms = (x.detach().double() for x in (got, want, terms))
+    if got.shape != want.shape or not bool(got.isfinite().all()):
+        return math.inf
+    error, size = float((got - want).norm()), float(terms.norm())
+    return error / size if size else 0.0 if error == 0 else math.inf

@@ -42,7 +42,7 @@ from tokenring import ContextParallel
 from tokenring.backends.interfaces import Transport
 from tokenring.ir.schedule_data import ScheduleData
 from tokenring.lowering.target import APART, Target
-from tokenring.proof import replay
+from tokenring.proof import batches, replay
 
 PRELOADED = [
     "numpy",
@@ -256,6 +256,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, prefix: str,
         _end_with_fork_server()
     warnings.simplefilter("error")
     gc.freeze()  # what the fork server has imported stays
+    gc.set_threshold(20_000, 20, 50)  # as in conftest.py: programs are many small objects, and few of them garbage
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -278,13 +279,17 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, prefix: str,
 
 def _leave_replays_to_rank_0(world_size: int) -> None:
     """Each rank replays the programs of all ranks; of schedules for this whole pool one does, as all find the same."""
-    whole = replay.replay_schedule
+    whole, in_batches = replay.replay_schedule, batches.replay_schedule_in_batches
 
     def some(schedule: ScheduleData, targets: Sequence[Target] = APART) -> None:
         if schedule.world_size < world_size:
             whole(schedule, targets)
 
-    replay.replay_schedule = some
+    def some_in_batches(schedule: ScheduleData, in_pairs: bool = False) -> None:
+        if schedule.world_size < world_size:
+            in_batches(schedule, in_pairs)
+
+    replay.replay_schedule, batches.replay_schedule_in_batches = some, some_in_batches
 
 
 def _join(rank: int, world_size: int, port: int, prefix: str) -> Here:

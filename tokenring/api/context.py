@@ -280,9 +280,8 @@ class ContextParallel(Standing):
     def _bound(self, request: Request, direction: Pass) -> Executor:
         """Return the executor of a pass, on the memory that the pool has now."""
         pool = self.pool(request.device)
-        before = pool.data
         made = self._executor(request, direction)
-        if before is not pool.data or made.views.base is not pool.data:  # it has grown: programs hold the old memory
+        if made.views.base is not pool.data:  # another context has made it grow: programs hold the old memory
             self._executor.cache_clear()
             made = self._executor(request, direction)
         return made
@@ -388,8 +387,12 @@ class ContextParallel(Standing):
             connect(transport, schedule, direction, request.device)
         program = lower(schedule, self.rank, direction, request.workload, target, kernel.supports_patch)
         pool = self.pool(request.device)
+        before = pool.data
         with torch.inference_mode(False):  # the pool outlives the call, and later calls may want gradients
-            return Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
+            made = Executor(schedule, request.workload, program, pool, transport, kernel, request.scale)
+        if pool.data is not before:  # it has grown: the programs made before hold the old memory, and this one is kept
+            self._executor.cache_clear()
+        return made
 
     def _describe(self, request: Request, direction: Pass, *notes: str) -> Description:
         schedule = schedule_text(self.schedule, lambda: self._taken(request).schedule)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tokenring.backends.interfaces import AttentionKernel, Transport
-    from tokenring.launch.groups import Group
+    from tokenring.launch.groups import Group, HeldGroup
     from tokenring.lowering.pair_box import PairBox
     from tokenring.planner.interconnects.interconnect import Interconnect
     from tokenring.runtime.executor import Executor
@@ -90,7 +90,7 @@ class TensorParallel(Standing):
 
     def __init__(
         self,
-        group: Group = None,
+        group: Group | HeldGroup = None,
         schedule: str = "auto",
         transport: str | Transport = "auto",
         *,

@@ -1,8 +1,8 @@
 """The exchanges of cached attention as data: where q is, who attends from what, what moves, and where results merge.
 
 Rows of q are cut into parts. Keys and values are of the extent "all that a rank holds": no exchange names rows of them,
-so one serves every length, and none may move them. `proof.cached_exchange` proves an exchange; `runtime.partials` runs
-the messages that it lists, and no others.
+so one serves every length, and none may move them. `proof.cached_exchange` proves an exchange;
+`runtime.cached_exchange` runs the messages that it lists, and no others.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def no_kernel(cp: Caller, request: Request, direction: Pass) -> str | None:
 
     Ranks may differ in it by what is installed on them.
     """
-    from tokenring.backends.merging.mergers import merge_refusal
+    from tokenring.backends.merging.choice import merge_refusal
     from tokenring.backends.registry import capped_kernel, kernel_refusal
 
     try:

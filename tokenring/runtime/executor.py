@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenring.backends.interfaces import AttentionKernel, PreparesRows, Transport
-from tokenring.backends.merging.mergers import merger_for
+from tokenring.backends.merging.choice import merger_for
 from tokenring.backends.merging.torch_merger import accepting, copying
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import Kind, ScheduleData

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from tokenring.backends.merging.mergers import merger_for
+from tokenring.backends.merging.choice import merger_for
 from tokenring.lowering.program import Attend, Fill, Merge, Result, Span
 from tokenring.runtime.bound_kernel import Together, spanned
 from tokenring.runtime.pool import rows_first

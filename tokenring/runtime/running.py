@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tokenring.backends.interfaces import RunningKernel
-from tokenring.backends.merging.mergers import merger_for
+from tokenring.backends.merging.choice import merger_for
 from tokenring.backends.merging.torch_merger import AcceptOut, accepting_by
 from tokenring.lowering.program import Attend, Fill, Instruction, Merge, Recv, Send, Span
 from tokenring.runtime.bound_kernel import folded

@@ -154,7 +154,7 @@ def merges(here: Here) -> dict[str, Any]:
     """Seconds of a merge of whole results in fp32, by torch and by npu_attention_update; who is taken, and why."""
     if not has("npu_attention_update"):
         return {"left out": "there is no npu_attention_update here"}
-    from tokenring.backends.merging.mergers import choose_merger
+    from tokenring.backends.merging.choice import choose_merger
     from tokenring.backends.merging.npu import make
     from tokenring.backends.merging.torch_merger import TorchMerger
 

@@ -11,8 +11,8 @@ from conformance import PATCHES, Tile, check
 from cuda_ops.aten import operators
 from test_cuda_kernels import strided, tile_for
 
-from tokenring.backends.kernels.decompose import Part
 from tokenring.backends.kernels.flash_common import TileKernel
+from tokenring.backends.kernels.patch_parts import Part
 from tokenring.backends.kernels.torch_cuda import TorchCudnn, TorchEfficient, TorchFlash
 from tokenring.sequence.region import Patch
 

@@ -9,9 +9,9 @@ import torch
 from conformance import PATCHES, visible
 from cuda_ops import golden
 
-from tokenring.backends.kernels import decompose as module
-from tokenring.backends.kernels.decompose import Part, parts
+from tokenring.backends.kernels import patch_parts as module
 from tokenring.backends.kernels.flash_common import second_version, window
+from tokenring.backends.kernels.patch_parts import Part, parts
 from tokenring.sequence.region import Patch
 
 

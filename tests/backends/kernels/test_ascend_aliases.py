@@ -24,7 +24,7 @@ from vendor import NO_CANN, REPO, torch_npu
 
 from tokenring import Causal, ContextParallel, attention
 from tokenring.backends import devices, registry
-from tokenring.backends.merging import mergers
+from tokenring.backends.merging import choice
 
 Spoil = Callable[[pytest.MonkeyPatch], None]
 
@@ -63,7 +63,7 @@ def check_decisions() -> None:
     assert {
         "kernel": registry.make_kernel("auto", where).name,
         "transport": registry.automatic(None, where),  # type: ignore[arg-type]
-        "merge": mergers.choose_merger(where, 16).merger.name,
+        "merge": choice.choose_merger(where, 16).merger.name,
         "device": devices.device_of(there[0]).type,
         "accelerators": devices.accelerator_types(),
     } == RIGHT
@@ -89,8 +89,8 @@ def transport_by_availability(patched: pytest.MonkeyPatch) -> None:
 
 
 def merge_by_availability(patched: pytest.MonkeyPatch) -> None:
-    real = mergers.choose_merger
-    patched.setattr(mergers, "choose_merger", lambda device, head_dim: real(lied_to(device), head_dim))
+    real = choice.choose_merger
+    patched.setattr(choice, "choose_merger", lambda device, head_dim: real(lied_to(device), head_dim))
 
 
 def device_by_is_cuda(patched: pytest.MonkeyPatch) -> None:

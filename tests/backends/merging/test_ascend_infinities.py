@@ -18,9 +18,9 @@ from ranks import Here
 from test_ascend_runs import runs
 
 from tokenring import Causal, ContextParallel, Full, UnsupportedError, attention
-from tokenring.backends.merging import mergers
+from tokenring.backends.merging import choice
+from tokenring.backends.merging.choice import choose_merger, merge_refusal, trial
 from tokenring.backends.merging.finite import FiniteMerger
-from tokenring.backends.merging.mergers import choose_merger, merge_refusal, trial
 from tokenring.backends.merging.torch_merger import TorchMerger
 
 WITHOUT_UPDATE = "without npu_attention_update"
@@ -154,7 +154,7 @@ def test_cpus_and_cuda_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(mergers, "trial", never)
+    monkeypatch.setattr(choice, "trial", never)
     for kind in ("cpu", "meta"):
         assert choose_merger(torch.device(kind), 64).merger == TorchMerger()
         assert merge_refusal(torch.device(kind), 64) is None

@@ -20,7 +20,7 @@ from test_ascend_runs import LIMITS, context, runs
 
 from tokenring import Causal, Full, Mask, attention
 from tokenring.backends.merging import npu as merge_npu
-from tokenring.backends.merging.mergers import choose_merger
+from tokenring.backends.merging.choice import choose_merger
 from tokenring.backends.merging.npu import OPERATOR, UpdateMerger, memory_order
 
 HEAD_DIM = 16

@@ -19,8 +19,8 @@ import torch
 from merging import CASES, check, check_softmax, suite
 from patience import patient
 
-from tokenring.backends.merging import mergers
-from tokenring.backends.merging.mergers import LIMIT, choose_merger, merger_for, trial
+from tokenring.backends.merging import choice
+from tokenring.backends.merging.choice import LIMIT, choose_merger, merger_for, trial
 from tokenring.backends.merging.torch_merger import TorchMerger, accepting, merge_
 
 TESTS = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Found:
         if (sys.platform, platform.machine()) == TRITONS_HOME:
             pytest.fail("no triton, which .[dev] brings here: `make setup`, or put a folder that has it on PYTHONPATH")
         pytest.skip("triton is made for Linux on x86_64")
-    folder, jobs = tmp_path_factory.mktemp("mutants"), [(mergers.MERGERS["triton"], list[str]())]
+    folder, jobs = tmp_path_factory.mktemp("mutants"), [(choice.MERGERS["triton"], list[str]())]
     for number, (old, new, case) in enumerate(KERNEL_MUTANTS.values()):
         text = (TESTS.parent / "backends" / "merging" / "triton.py").read_text(encoding="utf-8")
         assert text.count(old) == 1
@@ -70,7 +70,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.mark.parametrize("name", suite())
 def test_triton(interpreted: Found, name: str) -> None:
-    assert interpreted[mergers.MERGERS["triton"]][name] is None
+    assert interpreted[choice.MERGERS["triton"]][name] is None
 
 
 KERNEL_MUTANTS = {
@@ -95,7 +95,7 @@ def test_mutants_of_the_kernel_fail(interpreted: Found, name: str) -> None:
 @pytest.mark.parametrize("name", suite())
 def test_triton_on_a_gpu(name: str) -> None:
     pytest.importorskip("triton")
-    suite("cuda")[name](mergers._load("triton"))
+    suite("cuda")[name](choice._load("triton"))
 
 
 # ---------- mutants: merges that are none
@@ -199,11 +199,11 @@ def test_the_trial_refuses(rule: Rule) -> None:
 
 def test_the_trial_tells_precisions_apart() -> None:
     """By an order of magnitude on either side."""
-    given = mergers._rows(64, torch.float32)
-    right = mergers._merged64(*given)
+    given = choice._rows(64, torch.float32)
+    right = choice._merged64(*given)
     TorchMerger().merge_(*given, scratch=torch.empty(2, *given[1].shape))
-    exact = mergers._error(given[0].double(), right[0])
-    half = mergers._error(given[0].half().double(), right[0])
+    exact = choice._error(given[0].double(), right[0])
+    half = choice._error(given[0].half().double(), right[0])
     assert 10 * exact < LIMIT < half / 10
 
 
@@ -232,10 +232,10 @@ def test_what_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, made: Callable[[], Any], says: str | None
 ) -> None:
     """Absent, broken, unfit or wrong: torch merges, and the log says why; once."""
-    monkeypatch.setattr(mergers, "OF_DEVICE", {"cpu": ("fake",)})
-    monkeypatch.setattr(mergers, "WHY", {**mergers.WHY, "fake": "it is there"})
-    monkeypatch.setattr(mergers, "_load", lambda name: made())
-    mergers._log.cache_clear()
+    monkeypatch.setattr(choice, "OF_DEVICE", {"cpu": ("fake",)})
+    monkeypatch.setattr(choice, "WHY", {**choice.WHY, "fake": "it is there"})
+    monkeypatch.setattr(choice, "_load", lambda name: made())
+    choice._log.cache_clear()
     with caplog.at_level("INFO", "tokenring"):
         for _ in range(2):
             merger = merger_for(CPU, 64)
@@ -248,8 +248,8 @@ def test_what_is_passed_over(
 def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """No triton: said, and torch's operators do it."""
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, mergers.MERGERS["triton"].partition(":")[0], raising=False)
-    monkeypatch.setattr(mergers, "OF_DEVICE", {"cpu": ("triton",)})
+    monkeypatch.delitem(sys.modules, choice.MERGERS["triton"].partition(":")[0], raising=False)
+    monkeypatch.setattr(choice, "OF_DEVICE", {"cpu": ("triton",)})
     made = choose_merger(CPU, 64)
     assert made.merger.name == "torch"
     assert "triton" in made.others[0][1]

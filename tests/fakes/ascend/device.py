@@ -8,6 +8,7 @@ Python backend has one device and autograd one queue for each; the index that Py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -168,6 +169,8 @@ def _fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not kwargs and _is_plain_view(func):
+        return _wrapped(func(args[0]._raw, *args[1:]), {}, args[0]._index)
     schema = func._schema
     name = schema.name
     if name in operators:
@@ -191,6 +194,15 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if schema.is_mutable:
         _check_kept_shapes(name, known.values())
     return made if back else _wrapped(made, known, index)
+
+
+@cache
+def _is_plain_view(func: Any) -> bool:
+    """Whether it gives views of its first operand, which is its only tensor: most of what a program does is that."""
+    schema = func._schema
+    tensors = [each.name for each in schema.arguments if "Tensor" in str(each.type)]
+    one = len(tensors) == 1 and tensors == [each.name for each in schema.arguments[:1]]
+    return bool(func.is_view and one and not schema.is_mutable and schema.name not in NO_STORAGE)
 
 
 def _plain(values: Iterable[Any], leaves: list[torch.Tensor]) -> list[Any]:

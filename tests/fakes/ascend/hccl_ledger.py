@@ -118,9 +118,11 @@ class Ledger:
     def _check(self, memory: torch.Tensor, by: str, kinds: tuple[str, ...], does: str) -> None:
         if not self.in_use:
             return
-        parts = extents(memory)
-        for each in self.in_use:
-            if each.kind in kinds and any(each.start < stop and start < each.stop for start, stop in parts):
+        first, last = extent(memory)
+        near = [each for each in self.in_use if each.start < last and first < each.stop and each.kind in kinds]
+        parts = extents(memory) if near else []
+        for each in near:
+            if any(each.start < stop and start < each.stop for start, stop in parts):
                 raise HcclError(f"{by} {does} the buffer of {each.name}, before that is waited for")
 
 

@@ -189,9 +189,6 @@ class PairStream:
             return
         self.mail.publish(transfer)
         self.posted.append(transfer)
-        while self.posted and self.mail.is_there(self.posted[0]):
-            self.mail.fetch(self.posted[0])
-            self.posted.popleft()
 
     def finish(self, transfer: Transfer) -> None:
         """Until both ends have posted it, and all before it. Raises HcclError at the time limit, or at a mismatch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from ascend import device
@@ -29,10 +30,14 @@ def watch() -> Iterator[None]:
 
 def _check(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """What the schema says is written must not be in use; what is read must have come."""
-    given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    for argument in func._schema.arguments:
-        writes = argument.alias_info is not None and argument.alias_info.is_write
+    for at, (name, writes) in enumerate(_operands(func)):
         check = ledger.check_write if writes else ledger.check_read
-        for leaf in device.tensors_in(given.get(argument.name)):
+        for leaf in device.tensors_in(args[at] if at < len(args) else kwargs.get(name)):
             if isinstance(leaf, device.NpuTensor):
                 check(device.raw(leaf), f"operator {func.name()}")
+
+
+@cache
+def _operands(func: Any) -> list[tuple[str, bool]]:
+    """Names of the arguments, and whether each is written."""
+    return [(each.name, bool(each.alias_info and each.alias_info.is_write)) for each in func._schema.arguments]

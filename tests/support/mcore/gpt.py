@@ -14,7 +14,7 @@ from oracle import relative_error
 from ranks import Here
 
 from mcore.world import contiguous_rows, packed_rows, parallel
-from tokenring.integrations.megatron import per_layer, use_tokenring
+from tokenring.integrations.megatron import per_layer, use_tokenring, use_tokenring_linears
 
 VOCABULARY = 96
 # Keys of 16 + 8, values of 16; rotary embeddings without YaRN.
@@ -45,11 +45,17 @@ class Job:
     seed: int = 1
     softmax: str = "vanilla"
     latent: bool = False  # multi-latent attention, whose values are narrower than its keys: LATENT
+    sequence_parallel: bool = False
+    linears: str = ""  # the schedule of our linear layers; "": Megatron's own
 
     @property
     def whole(self) -> Job:
         """The same on one rank, in float64."""
-        return replace(self, tp=1, cp=1, pp=1, recompute="", cp_comm_type=None, rows="zigzag", dtype=torch.float64)
+        return replace(self.whole_in(torch.float64), recompute="", cp_comm_type=None, rows="zigzag")
+
+    def whole_in(self, dtype: torch.dtype) -> Job:
+        """The same on one rank, in this dtype."""
+        return replace(self, tp=1, cp=1, pp=1, sequence_parallel=False, linears="", dtype=dtype)
 
     def config(self) -> Any:
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -68,6 +74,7 @@ class Job:
             tensor_model_parallel_size=self.tp,
             context_parallel_size=self.cp,
             pipeline_model_parallel_size=self.pp,
+            sequence_parallel=self.sequence_parallel,
             pipeline_dtype=self.dtype,
             calculate_per_token_loss=True,  # so that Megatron's loop takes our losses as they are
             cp_comm_type=per_layer(self.cp_comm_type) if isinstance(self.cp_comm_type, tuple) else self.cp_comm_type,
@@ -77,7 +84,7 @@ class Job:
         )
 
     def layer_spec(self) -> Any:
-        """Megatron's own spec of a layer."""
+        """Megatron's own spec of a layer, with our linears where the job says so."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
         if self.latent:
@@ -85,7 +92,8 @@ class Job:
 
             if not isinstance(getattr(module, "TELinear", object), type):  # 0.16, without TransformerEngine: a mock
                 module.TELinear = type("TELinear", (), {})
-        return get_gpt_layer_local_spec(multi_latent_attention=self.latent)
+        spec = get_gpt_layer_local_spec(multi_latent_attention=self.latent)
+        return use_tokenring_linears(spec, self.linears) if self.linears else spec
 
 
 class WholeAttention(torch.nn.Module):
@@ -268,9 +276,16 @@ def take_weights(model: Any, whole: dict[str, torch.Tensor]) -> None:
 
 
 def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Over ranks that have other tokens: data and context parallel ones. In one message, as each wakes all ranks."""
+    """Over ranks that have other tokens: data and context parallel ones. In one message, as each wakes all ranks.
+
+    Parameters that tensor-parallel ranks have alike, and apply to other tokens each, are added up over these before.
+    """
     from megatron.core import parallel_state as state
 
+    parameters = list(parameters)
+    for parameter in parameters:
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(parameter.grad, group=state.get_tensor_model_parallel_group())
     found = [parameter.grad for parameter in parameters]
     grads = [grad for grad in found if grad is not None]
     assert len(grads) == len(found)

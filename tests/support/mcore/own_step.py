@@ -11,12 +11,21 @@ from ranks import Here
 
 from mcore.gpt import Data, Job, build, build_whole, data_of, local_data, take_weights, whole_gradients
 from mcore.runs import LEARNING_RATE, forward_backward
+from tokenring.integrations.megatron.linears import SplitLinear
 
 
-def train(here: Here, job: Job, steps: int, whole_attention: bool = False) -> list[tuple[float, float]]:
-    """Loss and Megatron's gradient norm of each step; NaN for the loss where this rank has no last pipeline stage."""
+def train(
+    here: Here, job: Job, steps: int, whole_attention: bool = False, fused: bool = False
+) -> list[tuple[float, float]]:
+    """Loss and Megatron's gradient norm of each step; NaN for the loss where this rank has no last pipeline stage.
+
+    fused: our linears add to main_grad by themselves.
+    """
     _, weights, _ = whole_gradients(here, job)
     model = build_whole(here, job) if whole_attention else build(here, job)
+    for each in model.modules():
+        if fused and isinstance(each, SplitLinear):
+            each.gradient_accumulation_fusion = True
     take_weights(model, weights)
     wrapped, optimizer = _wrapped(model)
     history = []

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ranks import Here
 
 
@@ -22,6 +27,20 @@ class OnCpu:
 
     def tensor(self, data: Any, device: Any = None, pin_memory: bool = False, **more: Any) -> torch.Tensor:
         return torch.tensor(data, **more)
+
+
+def _norm_of(theirs: Any) -> Any:
+    """torch's norm, marked under sequence parallelism as Apex's is: Megatron itself wants Apex for that."""
+
+    def new(cls: Any, config: Any, *rest: Any, **more: Any) -> torch.nn.Module:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        made: torch.nn.Module = theirs(cls, plain, *rest, **more)
+        for parameter in made.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return made
+
+    return new
 
 
 def _as_it_is(function: Any = None, *rest: Any, **options: Any) -> Any:
@@ -48,16 +67,19 @@ def load(here: Here, folder: str) -> str:
     from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random as rng
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     assert megatron.core.__file__.startswith(folder), megatron.core.__file__
     assert gpt_layer_specs and gpt_model
     # Recomputation keeps the states of the GPU's generators. There are none, and nothing random is computed here.
     rng._get_all_rng_states = lambda: ()
     rng._set_all_rng_states = lambda *states: None
+    rng.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     # The loop over microbatches counts tokens on the GPU, and hands activations from stage to stage there. What cuts
     # batches and rotary embeddings sends the numbers of the parts there. All else of both is Megatron's own.
     schedules.torch = utils.torch = rope_utils.torch = OnCpu()
     clip_grads.torch = optimizer.torch = OnCpu()  # norms and scales
+    WrappedTorchNorm.__new__ = _norm_of(WrappedTorchNorm.__new__)
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda device=None: None
     torch.Tensor.cuda = lambda self, *rest, **more: self  # type: ignore[method-assign]
@@ -75,11 +97,29 @@ def parallel(here: Here, tp: int = 1, cp: int = 1, pp: int = 1) -> None:
     if (tp, cp, pp) not in states:
         blank = states.setdefault((0, 0, 0), _globals(state))
         vars(state).update(blank)
-        state.initialize_model_parallel(
-            tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp
-        )
+        with _each_group_once(here.memory.setdefault("groups", {})):
+            state.initialize_model_parallel(
+                tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp
+            )
         states[tp, cp, pp] = _globals(state)
     vars(state).update(states[tp, cp, pp])
+
+
+@contextmanager
+def _each_group_once(made: dict[tuple[int, ...], Any]) -> Iterator[None]:
+    """Groups of the same ranks are one: Megatron makes dozens, and each has threads and connections of its own."""
+    whole: Any = dist.new_group
+
+    def new_group(ranks: Sequence[int], *rest: Any, **options: Any) -> Any:
+        if tuple(ranks) not in made:
+            made[tuple(ranks)] = whole(ranks, *rest, **options)
+        return made[tuple(ranks)]
+
+    dist.new_group = new_group  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        dist.new_group = whole
 
 
 def _globals(module: Any) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from tokenring.api.caching.rows import merged, rows_over
 from tokenring.errors import UnsupportedError
 from tokenring.ir.cached_exchange import DIRECT_Q, ONE_SHOT, TWO_STEP
 from tokenring.runtime.agreement import refusing
+from tokenring.runtime.cached_exchange import Made, Rows
 from tokenring.runtime.cached_kernel import Partial, cached_partial
-from tokenring.runtime.partials import Made, Rows
 from tokenring.sequence.layout import Layout, Positions
 from tokenring.sequence.mask import Causal, Mask, SlidingWindow
 

@@ -18,7 +18,7 @@ from tokenring.sequence.layout import as_integer
 
 if TYPE_CHECKING:
     from tokenring.api.context import ContextParallel
-    from tokenring.runtime.partials import PartialExchange, Rows
+    from tokenring.runtime.cached_exchange import PartialExchange, Rows
 
 CombineHome = Literal["heads", "all"]
 AGREED_SIZES = 1024  # that a context remembers
@@ -82,7 +82,7 @@ def gather_queries(q: torch.Tensor, cp: ContextParallel) -> torch.Tensor:
             raise ConfigurationError(f"gather_queries expects a tensor q [B, H/P, D]; got {_shape(q)}")
     if cp.world_size == 1:
         return q
-    from tokenring.runtime.partials import Rows
+    from tokenring.runtime.cached_exchange import Rows
 
     with torch.no_grad(), cp.turn:
         rows = Rows(q.shape[0], q.shape[1], 1, q.shape[2], q.dtype)
@@ -115,7 +115,7 @@ def _combined(
     out: torch.Tensor, lse: torch.Tensor, cp: ContextParallel, home: CombineHome
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse, in fp32."""
-    from tokenring.runtime.partials import Rows
+    from tokenring.runtime.cached_exchange import Rows
 
     (batch, heads, width), world = out.shape, cp.world_size
     if world == 1:
@@ -134,7 +134,7 @@ def _exchange(
     The context remembers on which, as what is bound to memory may differ by rank.
     """
     from tokenring.ir.cached_exchange import DIRECT_Q, ONE_SHOT
-    from tokenring.runtime.partials import exchange_of
+    from tokenring.runtime.cached_exchange import exchange_of
 
     size = function, device.type, home, rows, q_width
     if size not in cp.agreed_sizes:

@@ -14,7 +14,7 @@ from tokenring.sequence.layout import Layout, as_integer
 
 if TYPE_CHECKING:
     from tokenring.api.context import ContextParallel
-    from tokenring.runtime.partials import PartialExchange, Rows
+    from tokenring.runtime.cached_exchange import PartialExchange, Rows
 
 Home = Literal["all", "tokens", "heads"]
 NOTHING = "none"  # of the operations that ranks compare
@@ -174,7 +174,7 @@ class CacheMemory:
 
     def exchange(self, name: str, rows: Rows) -> PartialExchange:
         """Return the exchange of this name for parts of so many rows, bound to memory; all ranks ask together."""
-        from tokenring.runtime.partials import exchange_of
+        from tokenring.runtime.cached_exchange import exchange_of
 
         transport = self.cp.transport_for(self.device)
         assert transport is not None  # there are several ranks

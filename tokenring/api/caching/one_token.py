@@ -14,7 +14,7 @@ from tokenring.api.caching.memory import CacheMemory
 from tokenring.api.caching.model_step import ModelStep
 from tokenring.ir.cached_exchange import ONE_SHOT
 from tokenring.runtime.bound_kernel import checked_scale
-from tokenring.runtime.partials import PartialExchange, Rows, wait_for
+from tokenring.runtime.cached_exchange import PartialExchange, Rows, wait_for
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 

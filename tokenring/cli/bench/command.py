@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from tokenring.nearest import hint
 from tokenring.schedule.families.registry import FAMILIES, family_of, forms, is_known, parse
 
 MODULE = "tokenring.cli.bench.worker"
+OPERATOR = "--operator"  # a race of its own, with options of its own
 
 
 def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
@@ -28,6 +30,10 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
 
     Raises ConfigurationError for options that do not fit.
     """
+    if any(each.split("=")[0] == OPERATOR for each in (sys.argv[1:] if argv is None else argv)):
+        from tokenring.cli.bench.operators import main as race_operators
+
+        return race_operators(argv, environment)
     outputs = {"json": RaceReport.to_json, "save": RaceReport.to_json, "svg": to_svg}
     started = ranks_started(environment) is not None
     case = partial(_case, started)
@@ -61,6 +67,8 @@ def _options(argv: list[str]) -> argparse.Namespace:
     )
     add_call_options(parser)
     add = parser.add_argument
+    add(OPERATOR, metavar="NAME",
+        help="race column, row, all-reduce, reduce-scatter or all-gather: --operator column --help")  # fmt: skip
     add("--rounds", type=int, default=11, metavar="N", help="timed rounds (11)")
     add("--schedules", default="all", metavar="NAMES",
         help="tokenring's, separated by commas; all: the best of each family that fits, and auto (all)")  # fmt: skip
@@ -79,6 +87,8 @@ def _case(started: bool, options: argparse.Namespace, ranks: int) -> RaceCase:
     from tokenring.cli.bench.contenders import contenders
     from tokenring.cli.bench.peers import PEERS
 
+    if options.operator is not None:
+        raise ConfigurationError(f"write {OPERATOR} in full: it has options of its own")
     call = check_call(options, ranks)
     schedules = _schedules(options.schedules)
     if options.pieces is not None and "auto" in schedules:

@@ -164,7 +164,7 @@ def _take_turn(setting: RaceSetting, lane: _Lane, wanted: dict[str, torch.Tensor
     found: list[torch.Tensor] = []
     times, problem = (0.0, 0.0), ""
     with _own_warnings(lane.entry.kind):
-        began = _start(setting)
+        began = begin_together(setting)
         try:
             if lane.runner.takes_part:
                 *times, found = timed_call(  # type: ignore[assignment]
@@ -185,7 +185,7 @@ def _take_turn(setting: RaceSetting, lane: _Lane, wanted: dict[str, torch.Tensor
         lane.entry.call_s.append(round(slowest[1].item(), 7))
 
 
-def _start(setting: RaceSetting) -> float | None:
+def begin_together(setting: RaceSetting) -> float | None:
     """Wait until all ranks may begin; return the moment, if they have agreed on one.
 
     Over emulated links a barrier's last messages are late, and who gets them late would have less to wait for. But

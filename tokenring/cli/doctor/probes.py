@@ -151,7 +151,7 @@ def _elsewhere() -> list[dict[str, str]]:
 
 def _merge(device: Any) -> dict[str, str]:
     """Return the merger of partial results there, and why none that is faster serves."""
-    from tokenring.backends.merging.mergers import choose_merger
+    from tokenring.backends.merging.choice import choose_merger
 
     try:
         made = choose_merger(device, HEAD_DIM)

@@ -47,6 +47,12 @@ def main(argv: list[str]) -> int:
     for name, known in SUFFIXES.items():
         check_suffix(f"--{name}", getattr(options, name.replace("-", "_")), *known)
     console = Console(sys.stdout, sys.stderr, os.environ)
+    if options.operator is not None:
+        everything = {action.dest: None for action in parser._actions}
+        return _operator(options, parser.parse_args(argv, argparse.Namespace(**everything)), console)
+    for name in ("features", "width", "bytes"):
+        if getattr(options, name) is not None:
+            raise ConfigurationError(f"--{name} is a size of --operator NAME, and attention has none")
     if options.cached is not None:
         given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(UNUSED)))
         return _cached(options, given, console)
@@ -104,6 +110,22 @@ def _cached(options: argparse.Namespace, given: argparse.Namespace, console: Con
     return 0
 
 
+def _operator(options: argparse.Namespace, given: argparse.Namespace, console: Console) -> int:
+    """Print the schedules of a linear layer or a collective."""
+    from tokenring.cli.plan.operators import operator_call, operator_json, operator_report, planned
+
+    with no_collection():
+        call = operator_call(options, given)
+        console.status(f"planning for {call.setting.interconnect.world_size} ranks")
+        found = planned(call)
+    console.clear()
+    if options.json:
+        console.data(operator_json(call, found))
+    else:
+        console.say(operator_report(call, found))
+    return 0
+
+
 def _explain(options: argparse.Namespace, asked: Asked, console: Console) -> int:
     """Print one schedule alone: what it costs, and where the time goes."""
     schedule = make(asked.call, options.explain)
@@ -146,14 +168,19 @@ def _sweep(options: argparse.Namespace, console: Console) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="tokenring plan",
-        description="Which attention schedule is fastest for a workload on a topology, and why.",
+        description="Which schedule of attention, or of a linear layer, is fastest on a topology, and why.",
         epilog=f"Presets: {', '.join(PRESETS)} (docs/presets.md). Models by name: {', '.join(KNOWN)}. docs/planner.md "
         "describes how times are predicted.",
     )
     add = parser.add_argument
     add("--topology", metavar="TOPOLOGY", required=True,
         help="preset:NAME, preset:NAME*4 (four over their NICs), a saved topology, a dump, or `measured`")  # fmt: skip
-    add("--seq", metavar="N", help=f"tokens of the whole sequence (128k), {SIZES_TEXT}")
+    add("--seq", metavar="N", help=f"tokens of the whole sequence (128k; of --operator 8k), {SIZES_TEXT}")
+    add("--operator", metavar="NAME",
+        help="plan column, row, all-reduce, reduce-scatter or all-gather, not attention (docs/layer.md)")  # fmt: skip
+    add("--features", metavar="N", help="of column and row: output features of all ranks (28k)")
+    add("--width", metavar="N", help="of column and row: elements of a token (8k)")
+    add("--bytes", metavar="N", help="of a collective: the whole tensor (16M)")
     add("--cached", metavar="N", help="plan inference: new tokens over a KV cache of so many (docs/inference.md)")
     add("--tokens", default=ONE_TOKEN, metavar="N", help="new tokens over --cached (1: decode)")
     add("--model", metavar="FILE", help="take heads, dimensions and mask of a config.json, or of a name (below)")

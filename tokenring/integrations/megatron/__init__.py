@@ -2,6 +2,8 @@
 
 spec = use_tokenring(get_gpt_layer_with_transformer_engine_spec(), schedule="auto")
 
+`use_tokenring_linears` puts the linear layers of tensor parallelism on schedules too.
+
 Importing this imports no Megatron. docs/megatron.md says what happens then.
 """
 
@@ -9,7 +11,7 @@ from tokenring.integrations.megatron.attention import TokenRingAttention
 from tokenring.integrations.megatron.contexts import release_contexts
 from tokenring.integrations.megatron.options import add_arguments, options_of
 from tokenring.integrations.megatron.schedules import per_layer
-from tokenring.integrations.megatron.specs import use_tokenring
+from tokenring.integrations.megatron.specs import use_tokenring, use_tokenring_linears
 
 __all__ = [
     "TokenRingAttention",
@@ -18,4 +20,5 @@ __all__ = [
     "per_layer",
     "release_contexts",
     "use_tokenring",
+    "use_tokenring_linears",
 ]

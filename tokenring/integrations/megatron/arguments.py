@@ -12,6 +12,7 @@ from tokenring.integrations.megatron.softmax import KINDS
 
 OPTIONS = ("transport", "topology", "memory_limit_bytes", "kernel", "pieces", "timeout_seconds")  # of ContextParallel
 WITHOUT_ATTENTION = {"mlp", "moe", "moe_router", "moe_preprocess", "mamba"}  # scopes of CUDA graphs
+OF_LINEARS = ("transport", "topology", "partials", "timeout_seconds")  # of TensorParallel
 LOGITS = "the largest attention logit is not computed here"
 
 
@@ -42,10 +43,41 @@ def check_layer(config: Any, attention_type: str, attention_dropout: float | Non
 
 def _records_attention(config: Any) -> bool:
     """Tell whether Megatron is to make CUDA graphs that have attention in them."""
-    graphs = [getattr(config, name, None) for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl")]
     scope = getattr(config, "cuda_graph_scope", "full")
     parts = {getattr(part, "name", part) for part in (scope if isinstance(scope, list) else [scope])}
-    return any(graph not in (None, False, "none") for graph in graphs) and not (parts and parts <= WITHOUT_ATTENTION)
+    return _records(config) and not (parts and parts <= WITHOUT_ATTENTION)
+
+
+def _records(config: Any) -> bool:
+    """Tell whether Megatron is to make CUDA graphs."""
+    graphs = [getattr(config, name, None) for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl")]
+    return any(graph not in (None, False, "none") for graph in graphs)
+
+
+def check_linear(config: Any, more: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for a column or row linear that no schedule computes. more: how Megatron makes it."""
+    if getattr(config, "fp16", False):
+        raise UnsupportedError("linear layers in float16 are not supported: use bf16, or float32")
+    for name, wrong, instead in (
+        ("gather_output", True, "as of output layers"),
+        ("disable_grad_reduce", True, "as of LoRA's adapters"),
+        ("input_is_parallel", False, "where the input is cut"),
+    ):
+        if more.get(name) is wrong:
+            raise UnsupportedError(f"{name}={wrong} is not supported: keep Megatron's own layer, {instead}")
+    if config.tensor_model_parallel_size > 1 and _records(config):
+        raise UnsupportedError(
+            "CUDA graphs of tensor-parallel layers are not supported, as ranks agree on each call over the host: turn "
+            "them off (cuda_graph_impl='none')"
+        )
+
+
+def check_linear_options(options: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for options that TensorParallel does not take."""
+    if unknown := [name for name in options if name not in OF_LINEARS]:
+        raise ConfigurationError(
+            f"use_tokenring_linears got {', '.join(unknown)}; known are {', '.join(OF_LINEARS)}, schedule, any_version"
+        )
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ this tensor-parallel rank, hn head dim.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from tokenring.integrations.megatron.masks import mask_of_call, window_of_layer
 from tokenring.integrations.megatron.options import framework_seconds
 from tokenring.integrations.megatron.packed import Packing, attend_packed
 from tokenring.integrations.megatron.schedules import schedule_of_layer
-from tokenring.integrations.megatron.softmax import offset_of_layer, sharded_offset
+from tokenring.integrations.megatron.softmax import offset_of_layer, scale_of_layer, sharded_offset, softcap_of_layer
 from tokenring.integrations.megatron.version import check_version, warn_if_not_run
 from tokenring.sequence.layout import contiguous
 
@@ -63,7 +62,8 @@ class TokenRingAttention(torch.nn.Module):
         check_layer(config, attention_type, attention_dropout)
         self.config, self.layer_number, self.attn_mask_type = config, layer_number, attn_mask_type
         self.schedule = schedule_of_layer(cp_comm_type, schedule, config)
-        self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
+        self.softmax_scale = scale_of_layer(config, softmax_scale, k_channels)
+        self.softcap = softcap_of_layer(config)
         self.window = window_of_layer(config, layer_number)
         self.softmax_offset = offset_of_layer(config)
         group = group_of_layer(config, pg_collection, model_comm_pgs)
@@ -118,8 +118,9 @@ class TokenRingAttention(torch.nn.Module):
     ) -> torch.Tensor:  # fmt: skip
         """Return out [B, T, Hq, Dv] of one call; layout: None for zigzag."""
         return contexts.attend(
-            self.schedule, q, k, v, mask, self.softmax_scale, self._training, sinks=self._sinks(q), layout=layout
-        )
+            self.schedule, q, k, v, mask, self.softmax_scale, self._training, sinks=self._sinks(q),
+            softcap=self.softcap, layout=layout,
+        )  # fmt: skip
 
     def _sinks(self, q: torch.Tensor) -> torch.Tensor | None:
         """Return a logit for each head, where the queries are; None: there are none."""
@@ -140,6 +141,7 @@ class TokenRingAttention(torch.nn.Module):
             q, k, v, packing, mask,
             lambda q, k, v, mask, pack: contexts.attend(
                 self.schedule, q, k, v, mask, self.softmax_scale, self._training, any_length=True, sinks=self._sinks(q),
+                softcap=self.softcap,
                 layout=None if pack is None else contiguous(contexts.ranks, contexts.ranks * packing.tokens), pack=pack,
             ),
         )  # fmt: skip

@@ -7,10 +7,10 @@ layers of a former model on some ranks sooner than on others, and ranks must mak
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -31,29 +31,49 @@ if TYPE_CHECKING:
     from tokenring.sequence.layout import Layout
 
 ALWAYS_FITS = "ring"  # also one rank alone, where nothing moves
-_KEPT: dict[tuple[KeptGroup, object], Contexts] = {}
+
+
+class Shared(Protocol):
+    """An object that layers of a group share."""
+
+    def close(self) -> None:
+        """Give back buffers and connections, for good."""
+
+    def release(self) -> None:
+        """Give back buffers and connections; the next call makes them anew."""
+
+
+AnyShared = TypeVar("AnyShared", bound=Shared)
+_KEPT: dict[tuple[KeptGroup, object], Shared] = {}
 
 
 def contexts_of(group: LayerGroup | KeptGroup, options: Mapping[str, Any]) -> Contexts:
     """Return the contexts that all layers of this group with these options share; `options` are ContextParallel's."""
+    return shared_by(Contexts, group, options)
+
+
+def shared_by(
+    make: Callable[[KeptGroup, Mapping[str, Any]], AnyShared], group: LayerGroup | KeptGroup, options: Mapping[str, Any]
+) -> AnyShared:
+    """Return what all layers of this group with these options share, made once by `make`."""
     group = kept(group)
-    key = (group, tuple((name, _identity(options[name])) for name in sorted(options)))
+    key = (group, (make, *((name, _identity(options[name])) for name in sorted(options))))
     if key not in _KEPT:
         for each in [each for each in _KEPT if not _lives(each[0])]:
             _KEPT.pop(each).close()
-        _KEPT[key] = Contexts(group, options)
-    return _KEPT[key]
+        _KEPT[key] = make(group, options)
+    return cast("AnyShared", _KEPT[key])
 
 
 def release_contexts(group: LayerGroup | None = None) -> None:
     """Give back buffers and connections that layers hold, those of one group or all; their next call makes new ones.
 
-    group: a context-parallel group, or "self" for what ranks without one hold. All ranks of a group call it after the
-    same step, when no backward pass is left to do; then the next call connects and plans again.
+    group: a context- or tensor-parallel group, or "self" for what ranks without one hold. All ranks of a group call it
+    after the same step, when no backward pass is left to do; then the next call connects and plans again.
     """
-    for (of, _), contexts in _KEPT.items():
+    for (of, _), shared in _KEPT.items():
         if group is None or (of == group if isinstance(of, str) else of.holds(group)):
-            contexts.release()
+            shared.release()
 
 
 def _lives(group: KeptGroup) -> bool:
@@ -131,6 +151,7 @@ class Contexts:
         training: bool,
         any_length: bool = False,
         sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
         layout: Layout | None = None,
         pack: PackKind | None = None,
     ) -> torch.Tensor:
@@ -145,8 +166,9 @@ class Contexts:
         if self.ranks == 1:
             layout = None
         if self.ranks == 1 or torch.compiler.is_compiling():
-            return attend(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, sinks=sinks, layout=layout)[0]
-        q, k, v, request = prepared(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, sinks=sinks, layout=layout)
+            return attend(q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, None, sinks, softcap, layout)[0]
+        call = q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, None, sinks, softcap, layout
+        q, k, v, request = prepared(*call)
         kind = request
         if any_length:
             kind = _nominal(request, self.ranks, pack)

@@ -53,6 +53,27 @@ def group_of_layer(config: Any, pg_collection: Any, model_comm_pgs: Any) -> Laye
     return group
 
 
+def tensor_group_of_layer(config: Any, given: ProcessGroup | None) -> LayerGroup:
+    """Return the tensor-parallel group of a layer: `given`, as 0.14 and later hand it over, or parallel_state's.
+
+    Raises ConfigurationError if there is none of the configured size.
+    """
+    wanted: int = config.tensor_model_parallel_size
+    if wanted == 1:
+        return SELF
+    if given is None:
+        from megatron.core import parallel_state
+
+        given = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    if given is None or dist.get_world_size(given) != wanted:
+        found = "there is no group for it" if given is None else f"its group has {dist.get_world_size(given)} ranks"
+        raise ConfigurationError(
+            f"tensor_model_parallel_size is {wanted}, but {found}: call initialize_model_parallel("
+            f"tensor_model_parallel_size={wanted}) before the model is made, or hand over a group of that size"
+        )
+    return given
+
+
 def group_of_call(own: LayerGroup | KeptGroup, packed_seq_params: Any) -> LayerGroup | KeptGroup:
     """Return the group that a call brings in its packed_seq_params, else the layer's own.
 

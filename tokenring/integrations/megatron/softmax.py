@@ -1,13 +1,44 @@
-"""Megatron's kinds of softmax: with nothing beside the scores, with a 0 beside them, or with a learned logit a head."""
+"""Megatron's kinds of softmax: with nothing beside the scores, with a 0 beside them, or with a learned logit a head.
+
+And what becomes of scores before it: their scale, and Gemma 2's soft cap.
+"""
 
 from __future__ import annotations
 
+import math
 from inspect import signature
 from typing import Any
 
 import torch
 
+from tokenring.errors import UnsupportedError
+from tokenring.runtime.bound_kernel import checked_softcap
+
 KINDS = ("vanilla", "off-by-one", "learnable")  # config.softmax_type, from Megatron-core 0.16 on
+
+SOFTCAP = "attn_logit_softcapping"  # of Megatron-Bridge's configurations; Megatron-core's own have none
+
+
+def softcap_of_layer(config: Any) -> float:
+    """Return the soft cap of a layer's scores, config.attn_logit_softcapping; 0: none.
+
+    Raises ConfigurationError where it is no positive number, UnsupportedError where Gemma 2's own attention, which this
+    one replaces, has windows in some layers of which the configuration does not tell.
+    """
+    cap = checked_softcap(getattr(config, SOFTCAP, None))
+    if cap and getattr(config, "window_size", None) and getattr(config, "window_attn_skip_freq", None) is None:
+        raise UnsupportedError(
+            f"{SOFTCAP} with window_size {config.window_size} does not say which layers have windows (of Gemma 2 "
+            f"every second has none): set config.window_attn_skip_freq, 2 for Gemma 2, or a list of one entry a layer"
+        )
+    return cap
+
+
+def scale_of_layer(config: Any, given: float | None, k_channels: int | None) -> float:
+    """Return the scale of scores: that which is given, else by config.query_pre_attn_scalar, else by the head dim."""
+    if given is not None:
+        return given
+    return 1 / math.sqrt(getattr(config, "query_pre_attn_scalar", None) or k_channels or config.kv_channels)
 
 
 def offset_of_layer(config: Any) -> torch.Tensor | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from tokenring.errors import ConfigurationError
+from tokenring.errors import ConfigurationError, ScheduleError, UnsupportedError
 from tokenring.ir.operators import OPERATORS
-from tokenring.ir.schedule_data import PASSES
+from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.planner.interconnects.interconnect import full_mesh
-from tokenring.planner.simulation.predict import Setting, predict
+from tokenring.planner.simulation.predict import Prediction, Setting, predict
 from tokenring.schedule.names import make_schedule
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import Full
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from tokenring.planner.interconnects.interconnect import Interconnect
+    from tokenring.schedule.schedule import Schedule
 
 Codecs: TypeAlias = tuple[tuple[str, str], ...]
 # In order: of those that are as fast, the first is taken.
@@ -59,6 +62,57 @@ def collective(
     return choose("reduce", Workload(1, rows, ranks, 1, 1, width, dtype), ranks, "weights", topology, codecs)
 
 
+class RankedSchedule(NamedTuple):
+    """A schedule of a layer or collective, with what it is predicted to cost."""
+
+    name: str
+    schedule: Schedule
+    prediction: Prediction
+
+
+def ranked(operator: str, setting: Setting, names: Iterable[str], codecs: Codecs = ()) -> list[RankedSchedule]:
+    """Return the schedules of a layer that fit, proved, the fastest first; of equals, the first named.
+
+    setting: of rows as q and columns as kv. Names that do not fit the ranks, the sizes or the operator are left out;
+    raises ConfigurationError if none is left.
+    """
+    from tokenring.proof.paired import check_paired
+
+    found, reasons = [], []
+    for name in names:
+        try:
+            made = _made(operator, name, setting.workload, setting.interconnect.world_size, codecs)
+            check_paired(made)
+        except (ConfigurationError, ScheduleError, UnsupportedError) as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        found.append(RankedSchedule(name, made, predict(made, setting)))
+    if not found:
+        raise ConfigurationError(f"no schedule fits operator {operator!r} with these sizes: {'; '.join(reasons)}")
+    return sorted(found, key=lambda each: each.prediction.seconds)
+
+
+def unfused_seconds(operator: str, setting: Setting, by: str, compute_seconds: float) -> float:
+    """Return what a layer takes where its collectives, by this schedule, and its products follow one another.
+
+    operator: "column", which gathers x in both passes and reduces dx, or "row", which reduces y and gathers dy.
+    compute_seconds: of the products.
+    """
+    size, ranks = setting.workload, setting.interconnect.world_size
+    rows = replace(size, kv_length=ranks)
+    reduces: Pass = "backward" if operator == "column" else "forward"
+    passes: list[Pass] = ["forward" for each in setting.passes if each == reduces]
+    passes += ["backward" for each in setting.passes if each != reduces or operator == "column"]
+    made = _made("reduce", by, rows, ranks, ())
+    moving = sum(predict(made, replace(setting, workload=rows, passes=(each,))).seconds for each in passes)
+    return moving + compute_seconds
+
+
+def _made(operator: str, name: str, size: Workload, ranks: int, codecs: Codecs) -> Schedule:
+    rows, columns = (make_layout("contiguous", ranks, length) for length in (size.q_length, size.kv_length))
+    return make_schedule(name, rows, columns, Full()).replace(operator=OPERATORS[operator], codecs=codecs)
+
+
 def _of(topology: Interconnect | None, ranks: int) -> Interconnect:
     if topology is None:
         return full_mesh(ranks, NOMINAL_GBS)
@@ -69,17 +123,15 @@ def _of(topology: Interconnect | None, ranks: int) -> Interconnect:
 
 def _fastest(operator: str, size: Workload, names: tuple[str, ...], net: Interconnect, codecs: Codecs) -> str:
     found: dict[str, float] = {}
-    ranks = net.world_size
-    rows, columns = (make_layout("contiguous", ranks, length) for length in (size.q_length, size.kv_length))
     machine = Machine(constant(NOMINAL_TFLOPS), Messages(LATENCY_SECONDS, POST_SECONDS))
     setting = Setting(size, net, machine, PASSES)
     for name in names:
         try:
-            made = make_schedule(name, rows, columns, Full()).replace(operator=OPERATORS[operator], codecs=codecs)
+            made = _made(operator, name, size, net.world_size, codecs)
         except ConfigurationError:  # its pieces do not divide
             continue
         found[name] = predict(made, setting).seconds
     if not found:
-        raise ConfigurationError(f"none of {', '.join(names)} fits {size.q_length} tokens over {ranks} ranks")
+        raise ConfigurationError(f"none of {', '.join(names)} fits {size.q_length} tokens over {net.world_size} ranks")
     best = min(found.values())
     return next(name for name, seconds in found.items() if seconds <= best * (1 + LEAST_GAIN))
