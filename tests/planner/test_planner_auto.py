@@ -21,8 +21,9 @@ from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.ir.schedule_data import Pass
 from tokenring.planner.choosing import auto
 from tokenring.planner.choosing.auto import CallToPlan, first_names, make, plan_call, restricted
+from tokenring.planner.choosing.judged import Judged, Judgement, Selection
 from tokenring.planner.choosing.plan import Plan
-from tokenring.planner.choosing.select import Judged, Judgement, Selection, decide, select, wires_need
+from tokenring.planner.choosing.select import decide, select, wires_need
 from tokenring.planner.interconnects.interconnect import (
     Interconnect,
     LinkFabric,
@@ -125,11 +126,11 @@ class TestLists:
         """Names that say how already, such as direct-kv/pieces1, take none from those that do not."""
         refined: list[str] = []
 
-        def noted(names: Sequence[str]) -> list[str]:
-            refined.extend(names)
-            return []
+        def noted(call: CallToPlan, first: Judgement) -> Judgement:
+            refined.extend(auto._worth_refining(call, first))
+            return first
 
-        monkeypatch.setattr(auto, "_finer", noted)
+        monkeypatch.setattr(auto, "_refined", noted)
         some = ("direct-kv", "direct-q", "ring", "tokenring", "bidirectional")
         plan = plan_call(asked(full_mesh(4, 1.0), (8, 8), 8192, families=some, everything=True))
         best = [each.name for each in plan.candidates]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from nets import BOTH, clusters, named, setting, workload
 
@@ -11,7 +13,7 @@ from tokenring.lowering.lower import lower
 from tokenring.lowering.target import Target
 from tokenring.planner.choosing.folded_world import FoldedWorld
 from tokenring.planner.choosing.select import ROUNDING
-from tokenring.planner.choosing.symmetry import FoldedNet, Symmetry, folded, symmetry_of
+from tokenring.planner.choosing.symmetry import FoldedNet, Symmetry, _Folding, folded, symmetry_of
 from tokenring.planner.simulation.operations import Operation, SimulatedPost, operations
 from tokenring.planner.simulation.predict import Setting, predict
 from tokenring.planner.simulation.simulate import simulate
@@ -111,3 +113,20 @@ def odd_place() -> Scheme:
 def test_refuses_hosts_that_differ(scheme: Scheme) -> None:
     with pytest.raises(ConfigurationError, match=f"{scheme.name!r} does not do the same on every host"):
         symmetry_of(scheme, RANKS, LOCAL)
+
+
+@pytest.mark.parametrize("name", ["ulysses", "packed/2", "sub-sharded/6x2x1/pieces2", "sub-sharded/3x2x2"])
+def test_tiles_of_whole_rows_are_those_of_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tiles go by their q, they are made row by row: the same schedule as pair by pair."""
+    scheme = parse(name).make(HOSTS * LOCAL)
+    symmetry = symmetry_of(scheme, HOSTS * LOCAL, LOCAL)
+    by_row = folded(scheme, 768, 768, symmetry)
+    pairs = []
+
+    def by_pair(*each: Any) -> Any:
+        pairs.append(name)
+        return _Folding._tiles(*each)
+
+    monkeypatch.setattr(_Folding, "_tiles_by_q", by_pair)
+    assert folded(scheme, 768, 768, symmetry) == by_row
+    assert pairs

@@ -13,10 +13,13 @@ from nets import BOTH, call, named, setting, two_node, workload
 from test_planner_simulate import drawn
 
 import tokenring as tr
-from tokenring.planner.choosing.auto import plan_call, with_simulated
+from tokenring.planner.choosing.auto import make, make_in_order, plan_call, with_simulated
 from tokenring.planner.choosing.candidates import MISFIT
+from tokenring.planner.choosing.select import TOO_SLOW
 from tokenring.planner.interconnects.interconnect import Interconnect, full_mesh, ring, switch
 from tokenring.planner.simulation.predict import least_seconds, predict, predict_within, work_seconds
+from tokenring.schedule.schedule import Schedule
+from tokenring.schedule.scheme import NotWanted
 
 
 @settings(deadline=None, max_examples=40)
@@ -91,3 +94,25 @@ def test_the_hash_of_a_schedule_is_worked_out_in_each_process() -> None:
         assert "_hash" not in vars(other)
         assert (other, hash(other)) == (made, before)
     assert hash(made.replace(name="other")) != before
+
+
+def test_what_loses_by_its_kernels_gets_no_moves() -> None:
+    """Once something is fastest, tiles alone are made of what takes longer in the kernels of one rank; only of that."""
+    size = workload(8, (8, 8), 512)
+    asked = call(setting(full_mesh(8, 1.0), size, tflops=1e-3), tr.Causal())
+    found = plan_call(asked)
+    lost = [each.name for each in found.candidates if each.reason == TOO_SLOW]
+    assert lost
+    moves: list[int] = []
+
+    def refuses(tiles: Schedule) -> bool:
+        moves.append(len(tiles.moves))
+        return False
+
+    for name in lost:
+        made = make(asked, name)
+        assert least_seconds(made, asked.setting).kernel_seconds > (found.candidates[0].predicted_seconds or 0.0)
+        with pytest.raises(NotWanted):
+            make_in_order(asked, name, None, refuses)
+        assert make_in_order(asked, name, None, lambda tiles: True) == made
+    assert moves == [0] * len(lost)

@@ -125,7 +125,7 @@ def test_what_a_job_would_have_to_make_is_refused(hosts: int, monkeypatch: pytes
     asked: list[str] = []
     found = SimpleNamespace(name="ring", workload=None, reason="", candidates=())
 
-    def forecast(call: object) -> SimpleNamespace:
+    def forecast(call: object, **_: object) -> SimpleNamespace:
         asked.append("forecast")
         return found
 

@@ -54,9 +54,9 @@ def watched(names: list[str]) -> Callable[..., Any]:
     """`make_in_order`, which keeps the names of what it makes."""
     true = auto.make_in_order
 
-    def made(call: CallToPlan, name: str, order: Any) -> Any:
+    def made(call: CallToPlan, name: str, *how: Any) -> Any:
         names.append(name)
-        return true(call, name, order)
+        return true(call, name, *how)
 
     return made
 

@@ -67,6 +67,7 @@ def make_schedule(
     direction: int | None = None,
     pieces: int | None = None,
     order: Sequence[int] | None = None,
+    wanted: Callable[[Schedule], bool] | None = None,
 ) -> Schedule:
     """Make the schedule `name` for these layouts and this mask.
 
@@ -74,8 +75,9 @@ def make_schedule(
     a tie, +1).
     pieces: parts of a chunk that move apart; None takes what the name says, or the fewest.
     order: order[i] is the real rank that plays rank i, where ranks are numbered otherwise than their links want.
-    Raises ConfigurationError for unknown names, parameters that do not fit the world size, a direction that a
-    scheme does not have, and pieces that do not divide the chunks.
+    wanted: asked of the tiles before moves are made, as of `build`; not where two directions have to be compared.
+    Raises NotWanted where it says no; ConfigurationError for unknown names, parameters that do not fit the world size,
+    a direction that a scheme does not have, and pieces that do not divide the chunks.
     """
     named, world_size = parse(name), q_layout.world_size
     ways = _directions(named, direction)
@@ -85,11 +87,9 @@ def make_schedule(
     schemes = [named.make(world_size, way, pieces, small) for way in ways]
     if order is not None:
         schemes = [arranged(scheme, order) for scheme in schemes]
-    if len(schemes) == 1:
-        return build(schemes[0], q_layout, kv_layout, mask)
-    least = moves_least(schemes, q_layout, kv_layout, mask)
+    least = schemes[0] if len(schemes) == 1 else moves_least(schemes, q_layout, kv_layout, mask)
     if least is not None:
-        return build(least, q_layout, kv_layout, mask)
+        return build(least, q_layout, kv_layout, mask, wanted)
     built = [build(scheme, q_layout, kv_layout, mask) for scheme in schemes]
     return min(built, key=moved_tokens)
 
@@ -134,15 +134,15 @@ def default_pieces(name: str, workload: Workload, q_layout: Layout, kv_layout: L
 
 def named_schedule(
     name: str, workload: Workload, q_layout: Layout, kv_layout: Layout, mask: Mask, pieces: int | None = None,
-    order: Sequence[int] | None = None,
+    order: Sequence[int] | None = None, wanted: Callable[[Schedule], bool] | None = None,
 ) -> Schedule:  # fmt: skip
     """Make a named schedule for a workload, in its default pieces unless `pieces` says how many.
 
-    order: as of `make_schedule`.
+    order, wanted: as of `make_schedule`.
     """
     if pieces is None:
         pieces = default_pieces(name, workload, q_layout, kv_layout)
-    made = make_schedule(name, q_layout, kv_layout, mask, pieces=pieces, order=order)
+    made = make_schedule(name, q_layout, kv_layout, mask, pieces=pieces, order=order, wanted=wanted)
     check_heads(name, made.head_groups, workload)
     return made
 

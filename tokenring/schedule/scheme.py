@@ -65,13 +65,23 @@ class Scheme:
     timed_by_q: bool = False
 
 
-def build(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Schedule:
-    """Build the scheme's schedule for these layouts, pruned by the mask. Not yet verified."""
-    by_q = scheme.placed_by_q and scheme.timed_by_q and scheme.when is not None and scheme.place_for is None
+class NotWanted(Exception):
+    """The tiles of a schedule show that it is not wanted: its moves were not made."""
+
+
+def build(
+    scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask, wanted: Callable[[Schedule], bool] | None = None
+) -> Schedule:
+    """Build the scheme's schedule for these layouts, pruned by the mask. Not yet verified.
+
+    wanted: asked of the pruned tiles, while there are no moves yet; not where tiles change afterwards. Raises NotWanted
+    where it says no.
+    """
     if scheme.together:
         made = prune(fuse(dense(scheme, q_layout, kv_layout, mask)))
     else:
-        made = prune(dense(scheme, q_layout, kv_layout, mask, _fused_tiles if by_q else _joined_tiles))
+        tiles_of = _fused_tiles if _goes_by_q(scheme) else _joined_tiles
+        made = prune(dense(scheme, q_layout, kv_layout, mask, tiles_of, None if scheme.late else wanted))
     made = order(keep_for_last(made) if scheme.late else made)
     if mask in WHOLE_UNITS:
         return made
@@ -80,23 +90,34 @@ def build(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> Sc
     return exact(made)
 
 
+def _goes_by_q(scheme: Scheme) -> bool:
+    """Return whether tiles are placed and timed by their q alone, whenever what they need arrives."""
+    return scheme.placed_by_q and scheme.timed_by_q and scheme.when is not None and scheme.place_for is None
+
+
 def late_of(made: Schedule, name: str) -> Schedule:
     """Return what `build` makes of a scheme that is late, from what it makes of it otherwise, of whole units alone."""
     return order(keep_for_last(made)).replace(name=name)
 
 
 def dense(
-    scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask, tiles_of: TilesOf | None = None
-) -> Schedule:
+    scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask, tiles_of: TilesOf | None = None,
+    wanted: Callable[[Schedule], bool] | None = None,
+) -> Schedule:  # fmt: skip
     """Return every tile and every move that the scheme would make if everything were visible.
 
-    tiles_of: what makes the tiles, one by one if nothing is said.
+    tiles_of: what makes the tiles, one by one if nothing is said. wanted: as of `build`. Raises NotWanted.
     """
     schedule = nothing_moves_yet(scheme, q_layout, kv_layout, mask)
-    q_routes = _routes(schedule, "q", scheme.gather_q)
-    kv_routes = _routes(schedule, "kv", scheme.gather_kv)
+    first = tiles_of is _fused_tiles  # tiles, for which nothing has to be known of routes
+    q_routes: Routes = {} if first else _routes(schedule, "q", scheme.gather_q)
+    kv_routes: Routes = {} if first else _routes(schedule, "kv", scheme.gather_kv)
     q_units, kv_units = _units_due(schedule, "q", q_routes), _units_due(schedule, "kv", kv_routes)
     tiles = (tiles_of or _tiles)(schedule, scheme, q_units, kv_units)
+    if wanted is not None and not wanted(prune(schedule.replace(tiles=tuple(tiles)))):
+        raise NotWanted(scheme.name)
+    if first:
+        q_routes, kv_routes = _routes(schedule, "q", scheme.gather_q), _routes(schedule, "kv", scheme.gather_kv)
     if scheme.together:
         tiles = _after_all(tiles, [*q_units.values(), *kv_units.values()])
     moves = [*_requests(q_routes), *_requests(kv_routes)]
@@ -153,6 +174,7 @@ class UnitsDue(NamedTuple):
 
 
 def _units_due(schedule: Schedule, kind: Kind, routes: Routes) -> Units:
+    """Return all units of a kind; when they are due by these routes, and at their owners."""
     layout = schedule.layout_of(kind)
     found = {}
     for owner in range(schedule.world_size):
@@ -161,7 +183,7 @@ def _units_due(schedule: Schedule, kind: Kind, routes: Routes) -> Units:
                 blocks = tuple(Block(kind, chunk, heads, piece) for chunk in layout.owned_by(owner))
                 steps: dict[int, int] = {}
                 for block in blocks:
-                    for hop in routes[block]:
+                    for hop in routes.get(block, ()):
                         steps[hop.dst] = max(steps.get(hop.dst, 0), hop.arrival)
                 steps[owner] = 0
                 found[owner, heads, piece] = UnitsDue(blocks, steps, {})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -21,12 +22,13 @@ from tokenring.planner.bounds.mask_density import (
     visible_share,
 )
 from tokenring.planner.choosing.candidates import MISFIT
+from tokenring.planner.choosing.judged import NOTHING_YET, Judged, Judgement, Selection
 from tokenring.planner.choosing.memory_fallback import over, within_limit
 from tokenring.planner.choosing.memory_limits import needs
 from tokenring.planner.choosing.plan import Forecast, Plan
 from tokenring.planner.choosing.progress import Progress
 from tokenring.planner.choosing.scale_out import LEAST_HOSTS, Task, forecast, has_equal_hosts, is_large, promising
-from tokenring.planner.choosing.select import Judged, Judgement, Selection, decide, judge
+from tokenring.planner.choosing.select import SAME, TOO_SLOW, decide, judge
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.rank_order import good_order, node_sizes
 from tokenring.planner.simulation.predict import Setting
@@ -44,6 +46,7 @@ IN_A_JOB = "use smaller groups, or name a schedule if that is worth it (`tokenri
 REFINED = 4  # schedules of the first round to try in pieces: the fastest, and as many that need least if all hid
 MANY_RANKS, MANY_REFINED = 16, 2  # above so many ranks the fastest alone, and fewer: each takes seconds
 PIECES = (2, 4)
+MANY_MEMBERS = 8  # of a family, of which most lose by the kernels of one rank
 LATE = "/late"
 NOTHING_MADE: Mapping[str, Schedule] = MappingProxyType({})
 
@@ -81,8 +84,16 @@ def plan_call(call: CallToPlan) -> Plan:
 
 
 def with_simulated(call: CallToPlan, plan: Plan, count: int) -> Plan:
-    """Return the plan with so many of its candidates simulated to the end, for a table; of many ranks, as it is."""
+    """Return the plan with so many of its candidates simulated to the end, for a table; of many ranks, as it is.
+
+    Where one host stands for all, with all that are nearly as fast.
+    """
     net = call.setting.interconnect
+    if is_large(net, EXACT_RANKS):
+        with no_collection():
+            nearly = _forecast(call)
+        reason = nearly.reason if plan.transport is None else plan.reason
+        return replace(plan, reason=reason, candidates=nearly.candidates)
     known = [each.name for each in plan.candidates if each.predicted_seconds is not None]
     more = [each.name for each in plan.candidates if each.name not in known and not each.reason.startswith(MISFIT)]
     names = [*known, *more][: max(count, len(known))]
@@ -105,14 +116,32 @@ def _plan(call: CallToPlan) -> Plan:
     setting, limit = call.setting, call.memory_limit_bytes
     if is_large(setting.interconnect, EXACT_RANKS):
         check_made(setting.interconnect, "schedule='auto'", IN_A_JOB)
-        found = _forecast(call)
+        found = _forecast(call, fastest_alone=True)
         return Plan(make(call, found.name), found.workload, found.reason, found.candidates)
     _check_simulated(setting.interconnect)
     _check_one_row(call)
     first = _first_round(call)
+    return decide(_refined(call, first), setting, call_bound(call), limit)
+
+
+def _refined(call: CallToPlan, first: Judgement) -> Judgement:
+    """Judge finer forms of the best of the first round, each in more pieces only where fewer did not rule it out."""
+    found, some = first, _worth_refining(call, first)
     whole = {each.name: each.schedule for each in first.judged}
-    both = judge(_choices(call, _finer(_worth_refining(call, first)), whole), setting, limit, call.everything, first)
-    return decide(both, setting, call_bound(call), limit)
+    for option in (LATE, *(f"/pieces{pieces}" for pieces in PIECES)):
+        finer = {f"{name}{option}": name for name in some}
+        found = judge(_choices(call, finer, whole), call.setting, call.memory_limit_bytes, call.everything, found)
+        if option != LATE and call.memory_limit_bytes is None and not call.everything:
+            some = [name for each, name in finer.items() if _may_be_finer(each, found)]
+    return found
+
+
+def _may_be_finer(name: str, found: Judgement) -> bool:
+    """Return whether more pieces may still win: work and bytes of these do not rule them out, and more have no less."""
+    this = next((each for each in found.judged if each.name == name), None)
+    if this is None:  # it is like another, does not fit, or its kernels take too long
+        return not any(each.name == name and each.reason == TOO_SLOW for each in found.misfits)
+    return this.least.seconds + this.risk_seconds <= found.judged[0].weighed_seconds * SAME
 
 
 def check_made(net: Interconnect, what: str, instead: str = IN_THE_COMMAND) -> None:
@@ -159,11 +188,23 @@ def _first_round(call: CallToPlan) -> Judgement:
     Of many ranks in equal hosts those that look best on one host, and those that cannot be seen so.
     """
     setting, names = call.setting, first_names(call)
-    if call.everything or not _shows_on_one_host(call):
+    if call.everything or call.memory_limit_bytes is not None:
         return judge(_choices(call, names), setting, call.memory_limit_bytes, call.everything)
+    if not _shows_on_one_host(call):
+        found = NOTHING_YET
+        for some in _few_and_many(names):
+            found = judge(_choices(call, some), setting, None, False, found, names)
+        return found
     best, unknown = promising(names, _task(call), MANY_REFINED)
     found = judge(_choices(call, best), setting, call.memory_limit_bytes, False)
     return judge(_choices(call, unknown), setting, call.memory_limit_bytes, False, found)
+
+
+def _few_and_many(names: Sequence[str]) -> list[list[str]]:
+    """Return the names of all families but those with many members, and then these: most of them are never made."""
+    members = Counter(name.partition("/")[0] for name in names)
+    few = [name for name in names if members[name.partition("/")[0]] < MANY_MEMBERS]
+    return [few, [name for name in names if name not in few]] if few else [list(names)]
 
 
 def _shows_on_one_host(call: CallToPlan) -> bool:
@@ -202,8 +243,8 @@ def forecast_call(call: CallToPlan) -> Forecast:
         return within_limit(lambda setting: _forecast(replace(call, setting=setting)), *_limited(call))
 
 
-def _forecast(call: CallToPlan) -> Forecast:
-    return forecast(first_names(call), _task(call), call_bound(call), call.memory_limit_bytes)
+def _forecast(call: CallToPlan, fastest_alone: bool = False) -> Forecast:
+    return forecast(first_names(call), _task(call), call_bound(call), call.memory_limit_bytes, fastest_alone)
 
 
 def _task(call: CallToPlan) -> Task:
@@ -259,13 +300,13 @@ def _choices(
     def looked_at() -> None:
         call.progress.looked_at += 1
 
-    def made(name: str) -> Schedule:
+    def made(name: str, wanted: Callable[[Schedule], bool] | None = None) -> Schedule:
         base = whole.get(name.removesuffix(LATE))  # not of those in whose names no pieces means some
         if name.endswith(LATE) and base is not None and base.name not in CUT_BY_DEFAULT and call.mask in WHOLE_UNITS:
             return late_of(base, name)
-        return make_in_order(call, name, order)
+        return make_in_order(call, name, order, wanted)
 
-    choices = [Selection(name, partial(made, name), looked_at) for name in names]
+    choices = [Selection(name, partial(made, name), looked_at, partial(made, name)) for name in names]
     call.progress.known += len(choices)
     return choices
 
@@ -285,12 +326,6 @@ def _may_gain(each: Judged, best_seconds: float) -> bool:
     return each.least.seconds + each.risk_seconds <= best_seconds
 
 
-def _finer(names: Sequence[str]) -> list[str]:
-    """Return the names of the same schedules in pieces, and with part of the local tile last."""
-    options = (LATE, *(f"/pieces{n}" for n in PIECES))
-    return [f"{name}{option}" for name in names for option in options]
-
-
 def _says_how(name: str) -> bool:
     named = parse(name)
     return named.pieces is not None or "late" in named.options
@@ -301,9 +336,15 @@ def make(call: CallToPlan, name: str) -> Schedule:
     return make_in_order(call, name, order_of(call.setting.interconnect))
 
 
-def make_in_order(call: CallToPlan, name: str, order: Sequence[int] | None) -> Schedule:
-    """Make a schedule with the ranks in a given order. Raises ConfigurationError for what does not fit the call."""
-    return named_schedule(name, call.setting.workload, call.q_layout, call.kv_layout, call.mask, order=order)
+def make_in_order(
+    call: CallToPlan, name: str, order: Sequence[int] | None, wanted: Callable[[Schedule], bool] | None = None
+) -> Schedule:
+    """Make a schedule with the ranks in a given order. Raises ConfigurationError for what does not fit the call.
+
+    wanted: as of `make_schedule`, with NotWanted.
+    """
+    layouts = call.q_layout, call.kv_layout
+    return named_schedule(name, call.setting.workload, *layouts, call.mask, order=order, wanted=wanted)
 
 
 def order_of(net: Interconnect) -> tuple[int, ...] | None:

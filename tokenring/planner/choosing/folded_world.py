@@ -16,7 +16,7 @@ from tokenring.lowering.target import Contacts, Target, links
 from tokenring.planner.choosing.symmetry import FoldedNet, folded, symmetry_of
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.simulation.chained import chained_seconds
-from tokenring.planner.simulation.operations import Operation, alone_seconds, operations
+from tokenring.planner.simulation.operations import Operation, operations
 from tokenring.planner.simulation.predict import WINDOW_SHARE, Setting, kernel_seconds_of
 from tokenring.planner.simulation.simulate import TakesLonger, simulate
 from tokenring.schedule.families.registry import parse
@@ -86,7 +86,6 @@ class FoldedWorld:
         self._needs: dict[Pass, HeldBytes] = {}
         self._lowered: dict[Pass, dict[int, Program]] = {each: {} for each in setting.passes}  # until simulated
         self._costs: dict[Pass, dict[int, list[Operation]]] = {each: {} for each in setting.passes}  # the same
-        self._work: dict[Pass, float] = {}
         self._chained: dict[Pass, float] = {}
         self._wires: dict[Pass, float] = {}
 
@@ -97,12 +96,6 @@ class FoldedWorld:
                 raise TakesLonger
             self._known[direction] = self._one_pass(direction, most_seconds)
         return self._known[direction]
-
-    def work_seconds(self, direction: Pass) -> float:
-        """Return how long rank 0 takes alone in a pass: no pass takes less."""
-        if direction not in self._work:
-            self._work[direction] = alone_seconds(self._operations(direction, 0), self.messages.post_seconds)
-        return self._work[direction]
 
     def chained_seconds(self, direction: Pass) -> float:
         """Return how long rank 0 takes in a pass with what it waits for, were all others always ready: no less."""
@@ -127,7 +120,7 @@ class FoldedWorld:
 
     def least_seconds(self, direction: Pass) -> float:
         """Return how long a pass takes at least: its busiest wire, or rank 0 with what it waits for."""
-        return max(self.wire_seconds(direction), self.work_seconds(direction), self.chained_seconds(direction))
+        return max(self.wire_seconds(direction), self.chained_seconds(direction))
 
     def needs(self, direction: Pass) -> HeldBytes:
         """Return the memory and connections of the rank of host 0 that needs most in one pass."""

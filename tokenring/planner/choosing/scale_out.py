@@ -24,7 +24,7 @@ from tokenring.planner.choosing.candidates import Candidate, over_limit
 from tokenring.planner.choosing.folded_world import Figures, FoldedWorld, tiles_of_host
 from tokenring.planner.choosing.plan import Forecast
 from tokenring.planner.choosing.progress import Progress
-from tokenring.planner.choosing.select import ROUNDING, binding_text, check_count, connected, too_little_text
+from tokenring.planner.choosing.select import ROUNDING, SAME, binding_text, check_count, connected, too_little_text
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.simulation.predict import Setting
 from tokenring.planner.simulation.simulate import TakesLonger
@@ -134,13 +134,26 @@ def _is_whole(name: str, task: Task) -> bool:
     return len(_worlds(name, task, FEW_HOSTS)[0]) == 1
 
 
+def _folds_whole(name: str, task: Task) -> bool:
+    """Return whether all hosts are folded, or none: what is known of the fastest is then not looked at again."""
+    try:
+        return _is_whole(name, task)
+    except ConfigurationError:
+        return True
+
+
 def has_equal_hosts(net: Interconnect) -> bool:
     """Return whether one of several hosts can stand for all."""
     return net.local is not None and len(net.fabrics) > 1 and len({id(fabric) for fabric in net.fabrics}) == 1
 
 
-def forecast(names: list[str], task: Task, bound: Bound, memory_limit_bytes: int | None) -> Forecast:
-    """Return the forecast of the best of these schedules. Raises ConfigurationError where nothing fits."""
+def forecast(
+    names: list[str], task: Task, bound: Bound, memory_limit_bytes: int | None, fastest_alone: bool = False
+) -> Forecast:
+    """Return the forecast of the best of these schedules. Raises ConfigurationError where nothing fits.
+
+    fastest_alone: figures of others are not wanted; where all hosts are folded, slower schedules get none.
+    """
     found: list[tuple[str, Figures]] = []
     slow: list[Candidate] = []
     misfits: dict[str, Candidate] = {}  # one of a family stands for all
@@ -148,11 +161,13 @@ def forecast(names: list[str], task: Task, bound: Bound, memory_limit_bytes: int
     limit = float("inf") if memory_limit_bytes is None else memory_limit_bytes
     if memory_limit_bytes is not None and (least := _all_above(limit, names, task)) is not None:
         raise MemoryLimitError(too_little_text(memory_limit_bytes, *least, task.setting.target))
-    for name, each in _judged(names, task, 1, HOPELESS, limit):
+    times = SAME if fastest_alone and all(_folds_whole(name, task) for name in names) else HOPELESS
+    late = "slower" if times == SAME else f"over {HOPELESS} × as slow"
+    for name, each in _judged(names, task, 1, times, limit):
         if isinstance(each, Figures):
             found.append((name, each))
         elif each is None:
-            slow.append(Candidate(name, None, None, None, None, None, bound.seconds, f"over {HOPELESS} × as slow"))
+            slow.append(Candidate(name, None, None, None, None, None, bound.seconds, late))
         else:
             family = name.partition("/")[0]
             misfits.setdefault(family, Candidate(name, None, None, None, None, None, None, f"not planned: {each}"))
@@ -164,7 +179,7 @@ def forecast(names: list[str], task: Task, bound: Bound, memory_limit_bytes: int
     return Forecast(
         found[0][0],
         task.setting.workload,
-        _reason([each for each in found if each[1].peak_bytes <= limit], task, bound),
+        _reason([each for each in found if each[1].peak_bytes <= limit], task, bound, times == SAME and bool(slow)),
         (*candidates, *slow, *misfits.values()),
     )
 
@@ -208,7 +223,7 @@ def _nothing(found: list[tuple[str, Figures]], misfits: Iterable[Candidate], tas
     return f"no schedule can be planned for so many ranks{why}"
 
 
-def _reason(fitting: list[tuple[str, Figures]], task: Task, bound: Bound) -> str:
+def _reason(fitting: list[tuple[str, Figures]], task: Task, bound: Bound, others: bool) -> str:
     """Return one line: what, on what, how long, how far from the bound, what the next would cost, what is left out."""
     (name, best), net = fitting[0], task.setting.interconnect
     text = f"{name}: {time_text(best.seconds)} predicted for {' + '.join(task.setting.passes)} on {net.name}"
@@ -217,6 +232,8 @@ def _reason(fitting: list[tuple[str, Figures]], task: Task, bound: Bound) -> str
     text += f", {_binding(best, task)}"
     if len(fitting) > 1:
         text += f"; next {fitting[1][0]} with {time_text(fitting[1][1].seconds)}"
+    elif others:
+        text += "; all others are slower"
     return "; ".join([text, "one host stands for all, bytes as without a mask", *task.notes, *net.notes])
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from tokenring.display.units import mb_text, time_text
 from tokenring.errors import ConfigurationError, MemoryLimitError
@@ -13,11 +13,11 @@ from tokenring.lowering.footprint import HeldBytes, most_connected
 from tokenring.lowering.target import Target
 from tokenring.planner.bounds.bound import Bound
 from tokenring.planner.choosing.candidates import MISFIT, Candidate, over_limit
+from tokenring.planner.choosing.judged import NOTHING_YET, Judged, Judgement, Selection
 from tokenring.planner.choosing.memory_limits import least_bytes, needs, smallest
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.simulation.predict import (
     Busiest,
-    Least,
     Prediction,
     Setting,
     least_seconds,
@@ -26,75 +26,14 @@ from tokenring.planner.simulation.predict import (
     work_seconds,
 )
 from tokenring.schedule.schedule import Schedule
+from tokenring.schedule.scheme import NotWanted
 
 ROUNDING = 1 + 1e-9  # two ways to the same time may differ by so much
 WIRES, WORK, ALL = range(3)  # what of a schedule was counted: wires and kernels of a rank, all its work, of all ranks
 SAME = 1.001  # predictions so close are equal: the simpler schedule, which comes first, is taken
-RISK = 0.1  # of the time for which the busiest wire alone is at work: where predictions fall short, it is there
-
-
-@dataclass(frozen=True)
-class Selection:
-    """A schedule that may be chosen, by the name that makes it again; made when it is first needed.
-
-    looked_at: called once it is known what becomes of it.
-    """
-
-    name: str
-    make: Callable[[], Schedule]
-    looked_at: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A schedule with what it costs.
-
-    It has no prediction where its busiest wire or a rank's work alone need too long, where its simulation was given
-    up, since it took longer than the fastest, or where it needs too much memory.
-    """
-
-    name: str
-    schedule: Schedule
-    least: Least
-    prediction: Prediction | None
-    needs_bytes: int | None = None  # at least, of what was not simulated because nothing keeps to the limit
-    exceeds_seconds: float | None = None  # of what was simulated and given up
-
-    @property
-    def seconds(self) -> float:
-        """Predicted seconds; without a prediction the least that it could take."""
-        if self.prediction is not None:
-            return self.prediction.seconds
-        return max(self.least.seconds, self.exceeds_seconds or 0.0)
-
-    @property
-    def risk_seconds(self) -> float:
-        """Seconds that count beside what it takes: a part of what wires need beyond what kernels can hide."""
-        return RISK * max(0.0, self.least.wire_seconds - self.least.kernel_seconds)
-
-    @property
-    def weighed_seconds(self) -> float:
-        """Seconds by which schedules are compared."""
-        return self.seconds + self.risk_seconds
-
-    def fits(self, memory_limit_bytes: int | None) -> bool:
-        """Return whether the schedule was simulated and keeps to the limit."""
-        if self.prediction is None:
-            return False
-        return memory_limit_bytes is None or self.prediction.peak_bytes <= memory_limit_bytes
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """Schedules that were judged, best first, and the candidates that cannot be made, with the reason."""
-
-    judged: tuple[Judged, ...] = ()
-    misfits: tuple[Candidate, ...] = ()
-
-
-NOTHING_YET = Judgement()
 BINDS = 0.5  # of the time, from which on it is what a schedule is bound by
 NOTHING = 0.005  # a difference that rounds to 0%
+TOO_SLOW = "its kernels alone take longer than the fastest"
 
 
 def select(
@@ -133,11 +72,17 @@ def judge(
     memory_limit_bytes: int | None,
     everything: bool,
     before: Judgement = NOTHING_YET,
+    in_order: Sequence[str] = (),
 ) -> Judgement:
-    """Judge these schedules and add them to those judged before. One that does just what another does is left out."""
+    """Judge these schedules and add them to those judged before. One that does just what another does is left out.
+
+    in_order: the names of all, the simpler ones first; else those judged before come first.
+    """
     choices = list(choices)
     looked_at = {choice.name: choice.looked_at for choice in choices}
-    made, misfits = _made(choices, before, setting)
+    fastest = min((each.weighed_seconds for each in before.judged if each.fits(memory_limit_bytes)), default=math.inf)
+    most_seconds = math.inf if everything or memory_limit_bytes is not None else fastest * SAME
+    made, misfits = _made(choices, before, setting, most_seconds)
     # Of most schedules the kernels of one rank show that they cannot win.
     least = {
         name: least_seconds(schedule, setting, () if everything else (most_laden(schedule),))
@@ -149,15 +94,14 @@ def judge(
         if least_of is not None:
             more = (Judged(*each, least[each[0]], None, need) for each, need in zip(made, least_of, strict=True))
             return Judgement((*judged, *more), before.misfits + tuple(misfits))
-    fastest = min((each.weighed_seconds for each in judged if each.fits(memory_limit_bytes)), default=math.inf)
     fresh = [Judged(name, schedule, least[name], None) for name, schedule in made]
     for each in _simulated(fresh, setting, fastest, memory_limit_bytes, everything):
         judged.append(each)
         looked_at[each.name]()
         if each.fits(memory_limit_bytes):
             fastest = min(fastest, each.weighed_seconds)
-    names = [*(each.name for each in before.judged), *(name for name, _ in made)]
-    given = {name: number for number, name in enumerate(names)}
+    names = [*in_order, *(each.name for each in before.judged), *(name for name, _ in made)]
+    given = {name: number for number, name in enumerate(dict.fromkeys(names))}
 
     def order(each: Judged) -> tuple[bool, float, int]:
         """Return the sort key: what fits first, then by time; those as good as the best in the order given."""
@@ -218,16 +162,28 @@ def _all_above(limit_bytes: int, schedules: Sequence[Schedule], setting: Setting
 
 
 def _made(
-    choices: Iterable[Selection], before: Judgement, setting: Setting
+    choices: Iterable[Selection], before: Judgement, setting: Setting, most_seconds: float
 ) -> tuple[list[tuple[str, Schedule]], list[Candidate]]:
-    """Return the schedules of those choices that can be made and are none of those there were, and the misfits."""
+    """Return the schedules of those choices that can be made and are none of those there were, and the others.
+
+    most_seconds: what takes longer by the kernels of one rank alone is not made.
+    """
+
+    def wanted(tiles: Schedule) -> bool:
+        return least_seconds(tiles, setting, (most_laden(tiles),)).seconds <= most_seconds
+
     seen = {each.schedule.replace(name="") for each in before.judged}
     made: list[tuple[str, Schedule]] = []
     misfits: list[Candidate] = []
     for choice in choices:
         try:
-            schedule = choice.make()
+            make_if = choice.make_if if most_seconds < math.inf else None
+            schedule = choice.make() if make_if is None else make_if(wanted)
             check_connections(schedule, setting)
+        except NotWanted:
+            misfits.append(Candidate(choice.name, None, None, None, None, None, None, TOO_SLOW))
+            choice.looked_at()
+            continue
         except ConfigurationError as error:
             misfits.append(Candidate(choice.name, None, None, None, None, None, None, f"{MISFIT}: {error}"))
             choice.looked_at()

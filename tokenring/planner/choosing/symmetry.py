@@ -126,7 +126,9 @@ class _Folding:
         scheme = self.scheme
         q_hops = self._hops("q", scheme.gather_q)
         kv_hops = self._hops("kv", scheme.gather_kv)
-        tiles, q_made, kv_made = self._tiles(_arrivals(q_hops), _arrivals(kv_hops))
+        by_q = scheme.placed_by_q and scheme.timed_by_q and scheme.when is not None and not scheme.together
+        tiles_of = self._tiles_by_q if by_q else self._tiles
+        tiles, q_made, kv_made = tiles_of(_arrivals(q_hops), _arrivals(kv_hops))
         moves = [*self._requests(q_hops, tiles), *self._requests(kv_hops, tiles)]
         moves += self._partials(scheme.return_q, q_made)
         moves += self._partials(scheme.return_kv, kv_made)
@@ -218,6 +220,44 @@ class _Folding:
                 q_made[q] = made_of_q
         return self._after_all(tiles, q_made, kv_made) if self.scheme.together else (tiles, q_made, kv_made)
 
+    def _tiles_by_q(self, q_arrivals: Arrivals, kv_arrivals: Arrivals) -> tuple[list[Tile], Made, Made]:
+        """Return the same, fused, of a scheme that places and times tiles whoever owns their kv: not pair by pair."""
+        scheme, world, unit, when = self.scheme, self.world, self.sym.unit, self.scheme.when
+        assert when is not None
+        alone, heads_at = self._alone(), self._heads_by_host()
+        q_made, kv_made = dict[Block, dict[int, int]](), dict[Block, dict[int, int]]()
+        rows: Rows = defaultdict(list)
+        latest: dict[tuple[int, int, int], int] = {}  # of tiles with all kv of a head group and piece, by rank
+        for q in self._units("q"):
+            _, q_owner, heads, q_piece, _ = q
+            for piece in range(scheme.kv_pieces):
+                pair = Pair(q_owner, 0, heads, q_piece, piece, world)
+                rank, step = scheme.place(pair), when(pair, 0)
+                if q_owner != rank:
+                    made_of_q = q_made.setdefault(q, {})
+                    made_of_q[rank] = max(step, made_of_q.get(rank, step))
+                latest[rank, heads, piece] = max(step, latest.get((rank, heads, piece), step))
+                host, there = rank - rank % unit, heads_at[heads][rank // unit]
+                rows[step, rank - host, there].append((alone["q"][there][q_piece][(q_owner - host) % world], piece))
+        for (rank, heads, kv_piece), step in latest.items():
+            for kv_owner, kv_host, piece, kv, _ in self._kv_of(heads, kv_arrivals):
+                if piece == kv_piece and kv_owner != rank:
+                    made_of_kv, image = kv_made.setdefault(kv, {}), (rank - kv_host) % world
+                    made_of_kv[image] = max(step, made_of_kv.get(image, step))
+        return list(self._fused(rows, alone["kv"])), q_made, kv_made
+
+    @staticmethod
+    def _fused(rows: Rows, kv: list[list[list[tuple[Block]]]]) -> Iterator[Tile]:
+        """Yield one tile for rows of one step, rank and head group that are all q × all pieces of theirs; else each."""
+        for (step, rank, heads), some in rows.items():
+            queries, pieces = dict.fromkeys(q for q, _ in some), dict.fromkeys(piece for _, piece in some)
+            if len(some) < len(queries) * len(pieces):
+                yield from (Tile(step, rank, q, each) for q, piece in some for each in kv[heads][piece])
+                continue
+            all_q = sorted((block for q in queries for block in q), key=_in_sequence)
+            all_kv = sorted((block for piece in pieces for (block,) in kv[heads][piece]), key=_in_sequence)
+            yield Tile(step, rank, tuple(all_q), tuple(all_kv))
+
     def _after_all(self, tiles: list[Tile], q_made: Made, kv_made: Made) -> tuple[list[Tile], Made, Made]:
         """Return the same where each rank computes all of its tiles in the step of its last."""
         last: dict[int, int] = defaultdict(int)
@@ -290,7 +330,13 @@ class _Folding:
 
 
 Arrivals = Mapping[Block, Mapping[int, int]]
+Rows = dict[tuple[int, int, int], list[tuple[tuple[Block, ...], int]]]  # q units and pieces, by step, rank, head group
 Made = dict[Block, dict[int, int]]  # of units: ranks elsewhere that make partials for them, each with its last step
+
+
+def _in_sequence(block: Block) -> tuple[int, int]:
+    """Return the sort key of blocks of one kind in contiguous layouts."""
+    return block.chunk, block.piece
 
 
 def _arrivals(hops: Mapping[Block, tuple[Hop, ...]]) -> dict[Block, dict[int, int]]:
