@@ -182,7 +182,7 @@ def test_only_a_cpu_waits_with_a_limit(device: str, limits: list[Any]) -> None:
     """On others that would hold up the host until the device is done."""
     given: list[Any] = []
     work = SimpleNamespace(wait=lambda *limit: given.append(limit))
-    sharding._finish(work, ContextParallel(timeout_seconds=7), "unshard", torch.device(device))
+    sharding.finish(work, ContextParallel(timeout_seconds=7), "unshard", torch.device(device))
     assert given == limits
 
 

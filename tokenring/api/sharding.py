@@ -190,7 +190,7 @@ class _Gather(torch.autograd.Function):
                 filling = own.new_zeros([most - n if at == dim else n for at, n in enumerate(own.shape)])
                 own = torch.cat([own, filling], dim)
             gathered = [torch.empty_like(own) for _ in range(cp.world_size)]
-            _finish(dist.all_gather(gathered, own, group=cp.group, async_op=True), cp, "unshard", x.device)
+            finish(dist.all_gather(gathered, own, group=cp.group, async_op=True), cp, "unshard", x.device)
         return torch.cat([part.narrow(dim, 0, length) for part, length in zip(gathered, lengths, strict=True)], dim)
 
     @staticmethod
@@ -210,7 +210,7 @@ class _Sum(torch.autograd.Function):
         if cp.world_size > 1:
             with cp.turn:
                 what = "the gradient of unshard"
-                _finish(dist.all_reduce(whole, group=cp.group, async_op=True), cp, what, whole.device)
+                finish(dist.all_reduce(whole, group=cp.group, async_op=True), cp, what, whole.device)
         lengths = cp.lengths.parts(whole.shape[dim]) if layout is None else layout.local_lengths
         return whole.narrow(dim, sum(lengths[: cp.rank]), lengths[cp.rank])
 
@@ -219,7 +219,7 @@ class _Sum(torch.autograd.Function):
         return _Gather.apply(grads[0], ctx.cp, ctx.dim, ctx.layout, ctx.cut), None, None, None, None  # type: ignore[no-untyped-call]
 
 
-def _finish(work: Any, cp: ContextParallel, what: str, device: torch.device) -> None:
+def finish(work: Any, cp: ContextParallel, what: str, device: torch.device) -> None:
     """Wait for a collective call of the user's group: on a CPU within our own time limit.
 
     On accelerators a wait with a limit holds up the host until the device is done. There the stream waits, and the
