@@ -22,11 +22,10 @@ from tokenring.schedule.scheme import build
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.workload import Workload
 
-FACTORS = {
-    "layout": ("contiguous", "zigzag", "striped"),
-    "mask": ("full", "causal", "window", "window both ways", "documents", "all three"),
-    "pieces": (None, 2),
-}
+LAYOUTS = ("contiguous", "zigzag", "striped")
+MASKS = ("full", "causal", "window", "window both ways", "documents", "all three")
+PIECES = (None, 2)
+FACTORS = {"layout": LAYOUTS, "mask": MASKS, "pieces": PIECES}
 FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 Row = tuple[Point, str, str, int | None]
 
@@ -35,10 +34,11 @@ def each_once(found: list[Point]) -> list[Row]:
     """Each member once, with a layout, mask and number of pieces that met least often: each other, and its family."""
     rows, met = list[Row](), Counter[tuple[object, ...]]()
     for point in {point.name: point for point in found}.values():
-        every = [(row, list(combinations((point.family, *row), 2))) for row in product(*FACTORS.values())]
-        row, pairs = min(every, key=lambda each: sum(met[pair] for pair in each[1]))
-        met.update(pairs)
-        rows.append((point, *row))
+        every = list(product(LAYOUTS, MASKS, PIECES))
+        pairs = [list(combinations((point.family, *row), 2)) for row in every]
+        at = min(range(len(every)), key=lambda at: sum(met[pair] for pair in pairs[at]))
+        met.update(pairs[at])
+        rows.append((point, *every[at]))
     return rows
 
 

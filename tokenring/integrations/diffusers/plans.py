@@ -26,7 +26,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The tensors of a model that are cut, the module whose output [B, tokens of the image, C] is gathered, and streams."""
+    """The tensors of a model that are cut, the module whose output [B, tokens, C] is gathered, and its streams."""
 
     places: tuple[TensorPlace, ...]
     gathered: str = "proj_out"

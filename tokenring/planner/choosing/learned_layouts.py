@@ -1,4 +1,4 @@
-"""What is known of packs by their shape: in which layout the fastest schedule of their calls is fastest.
+"""The layout in which the fastest schedule of packs of a shape is fastest, once it is known.
 
 Plans are of all ranks together, and shapes are of integers, so that all ranks know the same.
 """
