@@ -123,7 +123,7 @@ class SwapScores:
         All hosts return the same: which of equal ones `topk` finds is left to it, so the last ones are left out.
         """
         scores = self.of(ranks)
-        values, places = scores.topk(count, largest=False, sorted=False)
+        values, places = scores.topk(min(count, scores.shape[1]), largest=False, sorted=False)
         found = []
         for row, (some, at) in enumerate(zip(values.tolist(), places.tolist(), strict=True)):
             last = max(some)
