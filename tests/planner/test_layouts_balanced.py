@@ -54,6 +54,15 @@ def test_coarser_demand_is_that_of_larger_chunks() -> None:
     assert demand_of(mask, LENGTH, 64, 4).coarser(4) == demand_of(mask, LENGTH, 16, 16)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "length"), [(2, 256), (2, 512), (3, 384), (4, 512), (4, 10_016), (8, 1024), (8, 64_064)]
+)
+def test_there_may_be_few_chunks_to_swap(ranks: int, length: int) -> None:
+    found = balanced_layout(tr.Causal(), length, ranks)
+    assert sum(found.local_lengths) == length
+    assert imbalance(tr.Causal(), found) < 1.1
+
+
 def state(of: Assignment) -> tuple[object, ...]:
     return of.owners, of.loads, of.received, of.sent, of.moved, of.owned, of.needed
 

@@ -123,7 +123,8 @@ class ContextParallel(Standing):
         check_planning(self.topology, self.memory_limit_bytes, self.world_size, self.tensor_parallel)
         check_transport(self._transport, self.rank, self.world_size)
         check_schedule(self.schedule, self.pieces, self.world_size)
-        self.turn, self.handle = turn_of(transport, self.world_size), new_handle(self)
+        self.turn = turn_of(transport, self.world_size)
+        self.handle = new_handle(self)
 
     def __repr__(self) -> str:
         names = [each if isinstance(each, str) else each.name for each in (self.schedule, self.layout)]
@@ -274,8 +275,6 @@ class ContextParallel(Standing):
         if self.plans and request not in self._agreed:
             settle(transport)
             self._plan_together(transport, request)
-            if self.layout == AUTO:
-                self.cuts.learn(request, lambda of: self._agreed.get(of) or self._plan_together(transport, of))
         return transport
 
     def _bound(self, request: Request, direction: Pass) -> Executor:
@@ -365,13 +364,13 @@ class ContextParallel(Standing):
             return request.layout, request.layout
         return self.layout_for(request.workload.q_length), self.layout_for(request.workload.kv_length)
 
-    def _plan_together(self, transport: Transport, request: Request) -> Plan:
+    def _plan_together(self, transport: Transport, request: Request) -> None:
         """Take rank 0's plan on all ranks. Raises ConfigurationError, on every rank, where nothing fits."""
         self._kernel_of(request)  # raises where there is none, before others wait for a plan
         agreed = self._planner.together(transport, request, self._layouts(request), lambda: self.plan(request))
         if len(self._agreed) >= CACHED_PROGRAMS:  # on all ranks alike
             self._agreed.pop(next(iter(self._agreed)))
-        return self._agreed.setdefault(request, agreed)
+        self._agreed[request] = agreed
 
     def _make_executor(self, request: Request, direction: Pass) -> Executor:
         from tokenring.lowering.lower import lower

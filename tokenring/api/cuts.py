@@ -1,31 +1,26 @@
 """Layouts that are not a context's own: with "auto" one for each mask, and those that a call gives.
 
-With "auto" a layout follows from the mask, from the topology that the context was given, and from what the ranks found
-together, by simulation, of packs like this one (`LearnedLayouts`), so that ranks need not talk to find it. The layout
-of a mask is decided when it is first asked for. A call must know by which mask its tensors were cut: it takes that of
-its own mask only if `shard` or `positions` gave out this mask or layout.
+With "auto" a layout follows from the mask, and from the topology that the context was given, so that ranks need not
+talk to find it; but a call must know by which mask its tensors were cut. It takes that of its own mask only if `shard`
+or `positions` gave out this layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from tokenring.api.arguments import NEEDS_MASK, NO_LAYOUT
 from tokenring.display.safe_text import plain
 from tokenring.errors import ConfigurationError
-from tokenring.planner.choosing.learned_layouts import LearnedLayouts
 from tokenring.sequence.layout import Layout, layout_numbered, make_layout
 from tokenring.sequence.mask_data import Mask
-from tokenring.sequence.workload import Request
 
 if TYPE_CHECKING:
-    from tokenring.planner.choosing.plan import Plan
     from tokenring.planner.interconnects.interconnect import Interconnect
     from tokenring.topology.ranks import Topology
 
-T = TypeVar("T")
 REMEMBERED = 1 << 16  # hashes of what was given out: of a set of evaluation, too
 MOST_COMPILED = 1024  # layouts of compiled calls whose backward pass may be to come
 
@@ -36,41 +31,18 @@ class Cuts:
     def __init__(
         self, world_size: int, topology: Topology | Interconnect | None = None, tensor_parallel: int = 1
     ) -> None:
-        self.world_size, self._topology, self._tensor_parallel = world_size, topology, tensor_parallel
+        self._world_size, self._topology, self._tensor_parallel = world_size, topology, tensor_parallel
         self._compiled: dict[int, Layout] = {}
-        self.learned = LearnedLayouts(world_size)
-        self._decided: dict[int, str] = {}  # by hashes of lengths and masks, the oldest first: see `_decide`
+        self.chosen: dict[Hashable, str] = {}  # names of layouts by what calls were chosen for: see `choose_layout`
         self._given_out: dict[int, None] = {}  # hashes of layouts and of masks, the oldest first
 
     def of(self, length: int, mask: Mask | None) -> Layout:
         """Return the layout "auto" of a sequence of this length and mask. Raises ConfigurationError."""
         if mask is None:
             raise ConfigurationError(NEEDS_MASK)
-        name = self._decided.get(hash((length, mask)))
-        if name is None:
-            name = self._decide(length, mask)
-        return make_layout(name, self.world_size, length) if name else self.searched(length, mask)
-
-    def learn(self, request: Request, plan: Callable[[Request], Plan]) -> None:
-        """Learn from a call in which layout packs like its own are fastest. plan: of a call, of all ranks together."""
-        if request.layout is not None and self.is_own(request.layout, request.mask):
-            self.learned.learn(request, request.layout, plan)
-
-    def is_own(self, layout: Layout, mask: Mask) -> bool:
-        """Say whether this is the layout that was decided on for the mask."""
-        return hash((layout.length, mask)) in self._decided and layout == self.of(layout.length, mask)
-
-    def _decide(self, length: int, mask: Mask) -> str:
-        """Return the name of the usual layout of a mask if calls of packs like it were found fastest in it, else ""."""
-        name = self.learned.usual_for(length, mask)
-        _note(self._decided, hash((length, mask)), name)
-        return name
-
-    def searched(self, length: int, mask: Mask) -> Layout:
-        """Return the layout of even work and few bytes of a sequence of this length and mask."""
         from tokenring.planner.layouts.balanced import balanced_layout
 
-        return balanced_layout(mask, length, self.world_size, links=self.port_links)
+        return balanced_layout(mask, length, self._world_size, links=self.port_links)
 
     @cached_property
     def port_links(self) -> int:
@@ -79,22 +51,23 @@ class Cuts:
             return 1
         from tokenring.planner.interconnects.shared_links import group_net
 
-        return group_net(self._topology, self.world_size, self._tensor_parallel).port_links
+        return group_net(self._topology, self._world_size, self._tensor_parallel).port_links
 
     def give_out(self, length: int, mask: Mask | None) -> Layout:
         """Return the layout "auto" by which a sequence is cut now, which calls then take. Raises ConfigurationError."""
         found = self.of(length, mask)
-        assert mask is not None  # there is a layout of it
-        _note(self._given_out, hash(mask), None)
-        if not self._decided[hash((length, mask))]:  # else it says nothing of the masks that it is also the layout of
-            _note(self._given_out, hash(found), None)
+        for each in (found, mask):
+            self._given_out.pop(hash(each), None)
+            self._given_out[hash(each)] = None
+        while len(self._given_out) > REMEMBERED:
+            self._given_out.pop(next(iter(self._given_out)))
         return found
 
     def checked(self, layout: object, length: int | None = None) -> Layout:
         """Return a layout that was given, if it is one for these ranks and so many positions; None: for any number."""
         if not isinstance(layout, Layout):
             raise ConfigurationError(NO_LAYOUT.format(type(layout).__name__))
-        return make_layout(layout, self.world_size, layout.length if length is None else length)
+        return make_layout(layout, self._world_size, layout.length if length is None else length)
 
     def numbered(self, number: int) -> Layout:
         """Return the layout that a compiled call names by its number, and keep it for the backward pass.
@@ -121,8 +94,7 @@ class Cuts:
                 f"name a layout, such as zigzag or contiguous"
             )
         found = self.of(q_length, mask)
-        if hash(mask) not in self._given_out:
-            self._check_given_out(found, f"tensor of {q_length} positions", mask)
+        self._check_given_out(found, f"tensor of {q_length} positions", mask)
         return found
 
     def check_mask(self, mask: Mask | None) -> None:
@@ -132,17 +104,9 @@ class Cuts:
         self._check_given_out(mask, "tensor", mask)
 
     def _check_given_out(self, what: Hashable, called: str, mask: Mask) -> None:
-        if self.world_size > 1 and hash(what) not in self._given_out:
+        if self._world_size > 1 and hash(what) not in self._given_out:
             raise ConfigurationError(
                 f'layout "auto": no {called} was cut by mask {plain(str(mask), 80)}, so these may lie otherwise: cut '
                 f"them by tr.shard(x, cp, mask=mask), or give layout=..., that of the mask by which they were cut "
                 f"(cp.layout_for(length, mask))"
             )
-
-
-def _note(remembered: dict[int, T], key: int, value: T) -> None:
-    """Note what a hash stands for as the latest; the oldest are forgotten."""
-    remembered.pop(key, None)
-    remembered[key] = value
-    if len(remembered) > REMEMBERED:
-        remembered.pop(next(iter(remembered)))

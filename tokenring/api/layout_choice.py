@@ -1,25 +1,28 @@
-"""The layout of a pack, chosen together with the schedule: by the simulator, in a job, the same on all ranks.
-
-`tr.choose_layout` chooses before anything is cut. Layout "auto" chooses after the first call of each shape of packs,
-which is planned in the usual layouts too; packs of this shape that are cut later get the layout that was best.
-"""
+"""The layout of a pack, chosen together with the schedule: by the simulator, in a job, the same on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import logging
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
 
 import torch
 
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
 from tokenring.errors import MOST_SAID, ConfigurationError, one_line
-from tokenring.planner.choosing.learned_layouts import USUAL, shapes, usual_layouts
-from tokenring.runtime.agreement import refusing
+from tokenring.planner.choosing.pack_shapes import pack_shape
+from tokenring.planner.choosing.plan import Plan
+from tokenring.runtime.agreement import Disagreement, refusing
 from tokenring.runtime.bound_kernel import checked_scale
-from tokenring.sequence.layout import Layout
+from tokenring.sequence.layout import Layout, contiguous, zigzag
 from tokenring.sequence.mask import Full
 from tokenring.sequence.mask_words import MaskLike, mask_of
 from tokenring.sequence.workload import Request, Workload
+
+LOG = logging.getLogger("tokenring")
+MOST_SHAPES = 256  # of packs for which the choice is kept
+USUAL = {"zigzag": zigzag, "contiguous": contiguous}
 
 
 def chosen_layout(
@@ -29,17 +32,24 @@ def chosen_layout(
     check_context(cp)
     with refusing(cp, "forward", device):
         request = _request(cp, size, mask, device, training)
-    usual, learned = usual_layouts(cp.world_size, size.q_length), cp.cuts.learned
+    usual = [make(cp.world_size, size.q_length) for make in USUAL.values()]
     if cp.world_size == 1:
         return usual[0]
     if not cp.plans:
-        return cp.cuts.searched(size.q_length, request.mask)
-    key: Hashable = shapes(request, cp.world_size) or request
-    known = learned.known(key)
+        return cp.cuts.of(size.q_length, request.mask)
+    # A shape tells of the call's sizes and passes, too.
+    shapes = [pack_shape(request, (each, each)) for each in usual]
+    key: Hashable = tuple(shapes) if None not in shapes else request
+    known = cp.cuts.chosen.get(key)
     if known in USUAL:
         return usual[list(USUAL).index(known)]
-    found = cp.cuts.searched(size.q_length, request.mask)
-    return found if known is not None else learned.choose(key, request, found, cp.agreed_plan)
+    found = cp.cuts.of(size.q_length, request.mask)
+    if known is not None:
+        return found
+    layouts = {**dict(zip(USUAL, usual, strict=True)), **({} if found in usual else {found.name: found})}
+    best = _best(cp, request, layouts)
+    _remember(cp.cuts.chosen, key, best)
+    return layouts[best]
 
 
 def _request(
@@ -68,3 +78,38 @@ def _placed(device: torch.device | str) -> torch.device:
     except (RuntimeError, TypeError, AssertionError) as error:  # AssertionError: torch without CUDA
         why = one_line(error, MOST_SAID)
         raise ConfigurationError(f"choose_layout: there is no device {device!r} here: {why}") from None
+
+
+def _best(cp: ContextParallel, request: Request, layouts: dict[str, Layout]) -> str:
+    """Return the name of the layout whose fastest schedule is fastest; the same on all ranks, as their plans are."""
+    seconds: dict[str, float] = {}
+    texts, refused = [], None
+    for name, plan in _plans(cp, request, layouts):
+        if isinstance(plan, ConfigurationError):
+            refused = plan
+            continue
+        seconds[name] = plan.candidates[0].predicted_seconds or 0.0 if plan.candidates else 0.0
+        texts.append(f"{name} {seconds[name] * 1e3:.3g} ms ({plan.name})")
+    if refused is not None and not seconds:
+        raise refused
+    best = min(seconds, key=lambda name: seconds[name])
+    LOG.info("layout %s: %s", best, ", ".join(texts))
+    return best
+
+
+def _plans(
+    cp: ContextParallel, request: Request, layouts: dict[str, Layout]
+) -> Iterator[tuple[str, Plan | ConfigurationError]]:
+    for name, layout in layouts.items():
+        try:
+            yield name, cp.agreed_plan(replace(request, layout=layout))
+        except Disagreement:
+            raise
+        except ConfigurationError as error:  # as all ranks hear it: nothing fits in this layout
+            yield name, error
+
+
+def _remember(chosen: dict[Hashable, str], key: Hashable, name: str) -> None:
+    if len(chosen) >= MOST_SHAPES:  # on all ranks alike
+        chosen.pop(next(iter(chosen)))
+    chosen[key] = name
