@@ -73,14 +73,28 @@ def test_q_moves_until_the_bytes_are_those_of_the_cache() -> None:
 @pytest.mark.parametrize("kv_heads", [1, 8, 64])
 @pytest.mark.parametrize("switch", [True, False])
 def test_what_moves_is_what_the_crossover_says(kv_heads: int, switch: bool) -> None:
-    """Of new tokens that are each rank's own; without memory for a whole cache it goes round."""
+    """Of new tokens that are each rank's own: it goes round."""
     machine = Machine(constant(400.0, copy_gbs=2500.0), Messages(6e-6, 2e-6))
     given = replace(call(cached=1 << 17, kv_heads=kv_heads, switch=switch), machine=machine)
     tokens = crossovers(given).cache_moves
     assert tokens is not None
     assert of_own_rows(given.with_lengths(tokens - 1, 1 << 17)) == "direct-q"
-    assert of_own_rows(given.with_lengths(tokens, 1 << 17)) in ("direct-kv", "ring")
-    assert of_own_rows(given.with_lengths(8 * tokens, 1 << 17), whole=False) == "ring"
+    assert of_own_rows(given.with_lengths(8 * tokens, 1 << 17)) == "ring"
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_cache_does_not_move_for_a_small_gain(ranks: int) -> None:
+    machine = Machine(constant(400.0, copy_gbs=2500.0), Messages(6e-6, 2e-6))
+    given = replace(call(ranks, cached=1 << 17), machine=machine)
+
+    def saves(count: int, share: float) -> bool:
+        ways = {way.name: way.seconds for way in cached_ways(given.with_lengths(count, 1 << 17))}
+        return ways["ring"] < share * ways["direct-q"]
+
+    a_little, enough = fewest(lambda count: saves(count, 1.0)), fewest(lambda count: saves(count, 0.95))
+    assert a_little is not None and enough is not None and a_little < enough
+    for count, name in ((a_little, "direct-q"), (enough - 1, "direct-q"), (enough, "ring")):
+        assert of_own_rows(given.with_lengths(count, 1 << 17)) == name
 
 
 def test_latents_are_fewer_bytes() -> None:

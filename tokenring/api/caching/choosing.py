@@ -105,9 +105,7 @@ def _told(cache: CacheMemory, heads: int, tokens: int, cached: int | None = None
 
     def choose(net: Interconnect, machine: Machine) -> str:
         call = CachedCall(size, net, machine.over(transport.target))
-        if cached is None:
-            return reduction(call)
-        return of_own_rows(call, whole=cp.memory_limit_bytes is None)
+        return reduction(call) if cached is None else of_own_rows(call)
 
     planner = Planner(cp.group, cp.world_size, cp.topology, (), None, cp.tensor_parallel)
     return planner.told(transport, cache.device, cache.dtype, choose)

@@ -111,7 +111,8 @@ class KVCache(CacheMemory, Standing):
         its part in cp's layout; "heads" if each computes all of them for its part of the query heads.
         schedule: with q_home "all" how partial results reach their ranks, in a "one-shot" or "two-step" exchange; with
         "tokens" what moves, q and results ("direct-q") or what is cached ("direct-kv", "ring"); with "heads"
-        "direct-q". "auto": the fastest on this interconnect, as rank 0 works it out once for each size.
+        "direct-q". "auto": the faster one on this interconnect, as rank 0 works it out once for each size; never
+        "direct-kv", which holds all that is cached of a layer.
         Raises ConfigurationError, on all ranks, also where the cache has no room.
         """
         from tokenring.api.caching.model_step import ModelStep

@@ -141,7 +141,7 @@ def _may_be_finer(name: str, found: Judgement) -> bool:
     this = next((each for each in found.judged if each.name == name), None)
     if this is None:  # it is like another, does not fit, or its kernels take too long
         return not any(each.name == name and each.reason == TOO_SLOW for each in found.misfits)
-    return this.least.seconds + this.risk_seconds <= found.judged[0].weighed_seconds * SAME
+    return this.least.seconds <= found.judged[0].weighed_seconds * SAME  # more kernels make its risk smaller
 
 
 def check_made(net: Interconnect, what: str, instead: str = IN_THE_COMMAND) -> None:
