@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,6 +206,32 @@ def test_layers_that_would_not_call_ours_are_refused(monkeypatch: pytest.MonkeyP
         model.is_cache_enabled = True
         with pytest.raises(UnsupportedError, match="enable_cache"):
             model(**call)
+
+
+def test_hooks_of_diffusers_that_skip_are_refused() -> None:
+    """Names as in diffusers 0.42.1, hooks/first_block_cache.py, layer_skip.py and group_offloading.py."""
+    with installed():
+        model, call = use_tokenring(make("wan"), tr.ContextParallel("self")), inputs("wan")
+        block: Any = model.blocks[1]
+        for name, refused in (("fbc_block_hook", True), ("layer_skip_hook", True), ("group_offloading", False)):
+            block._diffusers_hook = SimpleNamespace(hooks={name: object()})
+            if refused:
+                with pytest.raises(UnsupportedError, match=rf"^blocks[.]1 has diffusers' hook '{name}'"):
+                    model(**call)
+            else:
+                model(**call)
+
+
+def test_a_module_that_was_replaced_is_refused() -> None:
+    with installed():
+        model, call = use_tokenring(make("wan"), tr.ContextParallel("self")), inputs("wan")
+        wanted = model(**call)
+        model.proj_out = torch.nn.Sequential(model.proj_out)
+        with pytest.raises(ConfigurationError, match=r"^proj_out of the model is another module .*use_tokenring again"):
+            model(**call)
+        assert torch.equal(use_tokenring(model, tr.ContextParallel("self"))(**call), wanted)
+        with pytest.raises(ConfigurationError, match="a call without tensors"):
+            model()
 
 
 def test_others_keep_their_attention_and_it_is_given_back() -> None:

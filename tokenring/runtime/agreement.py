@@ -262,7 +262,7 @@ class refusing:
 
     def speaker(self) -> Transport | None:
         """Return the transport by which the ranks agree on this call; None: there is no other rank."""
-        return self._cp.speaker(_device(self._given))
+        return self._cp.speaker(speaking_device(self._given))
 
     def speak(self, reason: str, taken: tuple[Held, tuple[int, int]] | None = None) -> None:
         """Take part with the reason in the exchange in which the others wait. Raises Disagreement, PeerLost.
@@ -300,7 +300,7 @@ def tell(cp: Caller, error: BaseException, speak: Callable[[], object]) -> None:
         LOG.warning("the other ranks may wait for this one, which could not tell them that it raises: %s", unheard)
 
 
-def _device(given: tuple[object, ...]) -> torch.device | None:
+def speaking_device(given: Iterable[object]) -> torch.device | None:
     """Return the device of a call's tensors: an accelerator before the CPU, where some rank left a tensor behind."""
     devices = [each if isinstance(each, torch.device) else getattr(each, "device", None) for each in given]
     found = [each for each in devices if isinstance(each, torch.device) and each.type != "meta"]

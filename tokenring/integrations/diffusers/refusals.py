@@ -14,6 +14,11 @@ NATIVE = "native"  # diffusers' name of torch's own attention, which its models 
 WHOLE = "it has the tokens of the whole image, which this rank holds a part of"
 ARGUMENTS = {"controlnet_block_samples": WHOLE, "controlnet_single_block_samples": WHOLE}
 KEYWORDS = ("joint_attention_kwargs", "attention_kwargs")
+# diffusers' names of hooks that change where weights lie and in which dtype, and not what is computed
+KNOWN_HOOKS = frozenset((
+    "group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading", "layerwise_casting",
+    "peft_autocast_disable",
+))  # fmt: skip
 HARMLESS = frozenset(("scale",))  # of adapters (LoRA)
 WHY = {
     "attn_mask": "a mask of the model's own cannot be cut with its tokens; call the model once for each length of text",
@@ -47,6 +52,7 @@ def check_layers(model: torch.nn.Module, config: object) -> None:
         )
     active = active_backend()
     for name, module in model.named_modules():
+        _check_diffusers_hooks(name, module)
         if (processor := getattr(module, "processor", None)) is None:
             continue
         if getattr(processor, "_parallel_config", None) is not config:
@@ -60,6 +66,18 @@ def check_layers(model: torch.nn.Module, config: object) -> None:
                 f"{name} calls attention backend {called!r}, not tokenring's: say model.set_attention_backend("
                 f"{NATIVE!r}), and leave DIFFUSERS_ATTN_BACKEND and attention_backend(...) unset; tokenring chooses "
                 f"the kernel (kernel= of ContextParallel)"
+            )
+
+
+def _check_diffusers_hooks(name: str, module: torch.nn.Module) -> None:
+    """Raise UnsupportedError for hooks of diffusers that skip or replace computations: caches, skipped layers."""
+    hooks: Mapping[str, object] = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
+    for hook in hooks:
+        if hook not in KNOWN_HOOKS:
+            raise UnsupportedError(
+                f"{name or 'the model'} has diffusers' hook {hook!r}, which is not supported under context "
+                f"parallelism: each rank would skip or replace what it computes by what it sees of its own tokens; "
+                f"load the model without it"
             )
 
 
@@ -87,7 +105,7 @@ def check_call(given: Mapping[str, Any]) -> None:
 def check_attention(wanted: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for what a layer asks of its attention and tokenring does not compute."""
     for name, value in wanted.items():
-        if value is not None and value is not False and not (isinstance(value, float) and value == 0):
+        if value is not None and value is not False and not (isinstance(value, (int, float)) and value == 0):
             shown = f"{list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value}"
             raise UnsupportedError(f"attention with {name} {shown} is not supported: {WHY[name]}")
 

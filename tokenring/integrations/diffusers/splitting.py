@@ -19,7 +19,7 @@ from tokenring.integrations.diffusers.gathering import gathered
 from tokenring.integrations.diffusers.plans import ModelPlan, Stream, TensorPlace
 from tokenring.integrations.diffusers.refusals import check_call, check_layers, without_padding
 from tokenring.integrations.transformers.comparing import agree_on_batch, facts_of
-from tokenring.runtime.agreement import refusing
+from tokenring.runtime.agreement import refusing, speaking_device
 from tokenring.sequence.layout import Layout
 
 Given = dict[str, Any]
@@ -75,14 +75,17 @@ class SplitModel:
         with refusing(self.cp, "forward", *args, *given.values()):
             named = {**dict(zip(_names(model), args, strict=False)), **given}
             check_layers(model, self)
+            self._check_hooked(model)
             check_call(named)
             facts = facts_of(named) if self.cp.world_size > 1 else {}
             named = without_padding(named)
             self._deal, self.training = None, model.training or torch.is_grad_enabled()
             cut = self._cut(self.plan.at(""), named)
-        tensors = [each for each in named.values() if isinstance(each, torch.Tensor)]
+            device = speaking_device(named.values())
+            if device is None:
+                raise ConfigurationError("a call without tensors: give the model its inputs")
         if self.cp.world_size > 1:
-            agree_on_batch(self.cp, facts, tensors[0].device)
+            agree_on_batch(self.cp, facts, device)
         return (), {**named, **cut}
 
     def _cut_inputs(
@@ -105,6 +108,19 @@ class SplitModel:
     def _gather(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         assert self._deal is not None  # the hooks before this one made it
         return gathered(output, self.cp, self._deal.parts["image"], self._factor)
+
+    def _check_hooked(self, model: torch.nn.Module) -> None:
+        """Raise ConfigurationError where a module that cuts or gathers was replaced after `hook`, as adapters do."""
+        for path in (*(each.module for each in self.plan.places if each.module), self.plan.gathered):
+            if not all(self._has_hook(module) for module in _modules(model, path)):
+                raise ConfigurationError(
+                    f"{path} of the model is another module than when use_tokenring was called, so this rank would "
+                    f"keep its own tokens alone: call use_tokenring again after adapters (LoRA) are put in or taken out"
+                )
+
+    def _has_hook(self, module: torch.nn.Module) -> bool:
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        return any(getattr(getattr(each, "func", each), "__self__", None) is self for each in hooks)
 
     # ---------- cuts
 
