@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -58,18 +57,12 @@ class Call(NamedTuple):
     own_tokens: int = 32
 
     def schedule(self) -> ScheduleData:
-        return _schedule(self)
+        layout = make_layout(self.layout, self.ranks, self.own_tokens * self.ranks)
+        return make_schedule(self.name, layout, layout, parse_mask(self.mask))
 
     def size(self) -> Workload:
         tokens = self.own_tokens * self.ranks
         return Workload(self.batch, tokens, tokens, *self.heads, 64, self.dtype)
-
-
-@cache
-def _schedule(call: Call) -> ScheduleData:
-    """Made once in a process, for all ranks and tests."""
-    layout = make_layout(call.layout, call.ranks, call.own_tokens * call.ranks)
-    return make_schedule(call.name, layout, layout, parse_mask(call.mask))
 
 
 CALLS = (
