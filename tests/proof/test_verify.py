@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from bases import CHUNKS_A_RANK, MASKS, NAMED, bases, make
-from layout_mutants import chunks_of_each_other
-from mutants import KINDS, Kind, Mutant
+from mutant_edits import Mutant
+from mutants import KINDS
 from pairwise import sample
 
 from tokenring.errors import ConfigurationError, ScheduleError
@@ -103,7 +103,6 @@ class TestAccepts:
 
 
 BASES = bases()
-ALL_KINDS: dict[str, Kind] = {**KINDS, "chunks_of_each_other": chunks_of_each_other}
 WORD = re.compile(r"\b(?:q|kv|o|dkv)\d+(?:\.h\d+)?(?:\.p\d+)?(?:@\d+)?")
 
 
@@ -135,12 +134,12 @@ class TestRefuses:
     def test_not_what_they_are_made_of(self, base: str) -> None:
         verify(BASES[base])
 
-    @pytest.mark.parametrize("kind", ALL_KINDS)
+    @pytest.mark.parametrize("kind", KINDS)
     def test_mutants_of_a_kind(self, kind: str) -> None:
         """Some of each base to which it applies, which are several schemes."""
         applies = set[str]()
         for base, made in BASES.items():
-            for mutant in spread(ALL_KINDS[kind](made), 5):
+            for mutant in spread(KINDS[kind](made), 5):
                 check_refused(mutant, base)
                 applies.add(made.name)
         assert len(applies) >= 2

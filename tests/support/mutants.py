@@ -6,86 +6,36 @@ wrong. All keep to the total order of moves, so that they are refused for what t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
 
-from tokenring.ir.passes import order
+from mutant_edits import (
+    HELD,
+    NEEDLESS,
+    NEVER_HOME,
+    NOT_HELD,
+    NOTHING,
+    Kind,
+    Mutant,
+    all_visible,
+    another_move,
+    another_tile,
+    later,
+    makers,
+    of,
+    others,
+    partials,
+    replace_move,
+    replace_tile,
+    requests,
+    steps,
+)
+
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Move, Tile
 from tokenring.schedule.schedule import Schedule
-
-Make = Callable[[], Schedule]
-
-
-class Mutant(NamedTuple):
-    """The message must name one of these steps, ranks and blocks, and match `says`; `make` makes the schedule."""
-
-    make: Make
-    steps: set[int]
-    ranks: set[int]
-    blocks: set[Block]
-    says: str
-
-
-Kind = Callable[[Schedule], Iterator[Mutant]]
-NOT_HELD = "but does not hold it yet"
-NOTHING = "but holds nothing of it"
-NEVER_HOME = "which never reaches its owner"
-NEEDLESS = "but never needs it"
-HELD = "but holds it already"
-
-
-def replace_tile(schedule: Schedule, tile: Tile, *by: Tile) -> Make:
-    return lambda: order(schedule.replace(tiles=(*(t for t in schedule.tiles if t is not tile), *by)))
-
-
-def replace_move(schedule: Schedule, move: Move, *by: Move) -> Make:
-    return lambda: order(schedule.replace(moves=(*(m for m in schedule.moves if m is not move), *by)))
-
-
-def another_tile(schedule: Schedule, tile: Tile) -> Make:
-    return lambda: order(schedule.replace(tiles=(*schedule.tiles, tile)))
-
-
-def another_move(schedule: Schedule, move: Move) -> Make:
-    return lambda: order(schedule.replace(moves=(*schedule.moves, move)))
-
-
-def requests(schedule: Schedule) -> list[Move]:
-    return [move for move in schedule.moves if move.channel == REQUESTS]
-
-
-def partials(schedule: Schedule) -> list[Move]:
-    return [move for move in schedule.moves if move.channel == PARTIALS]
-
-
-def of(tile: Tile) -> set[Block]:
-    return {*tile.q, *tile.kv}
-
-
-def later(schedule: Schedule) -> int:
-    """A step after all others."""
-    return 1 + max(*(tile.step for tile in schedule.tiles), *(move.step for move in schedule.moves))
-
-
-def steps(least: int = 0) -> set[int]:
-    return set(range(least, 100))
-
-
-def others(schedule: Schedule, *but: int) -> list[int]:
-    return [rank for rank in range(schedule.world_size) if rank not in but]
-
-
-def makers(schedule: Schedule, move: Move) -> list[Tile]:
-    """The tiles that make what this partial carries, where it is made."""
-    return [t for t in schedule.tiles if t.rank == move.src and move.block.request() in of(t)]
-
-
-def all_visible(schedule: Schedule, tile: Tile) -> bool:
-    where = schedule.positions
-    return all(schedule.mask.visible(where(q), where(kv)) for q in tile.q for kv in tile.kv)
-
+from tokenring.sequence.layout import Layout
 
 # ---------- tiles
 
@@ -382,6 +332,25 @@ def partial_of_nobody(schedule: Schedule) -> Iterator[Mutant]:
         yield Mutant(mutant, {move.step}, {move.src}, {bad}, "cannot travel on channel")
 
 
+# ---------- layouts
+
+
+def chunks_of_each_other(schedule: Schedule) -> Iterator[Mutant]:
+    """Two ranks own a chunk of each other, where tiles and moves are as before: each chunk has an owner too many."""
+    blocks = {block for tile in schedule.tiles for block in (*tile.q, *tile.kv)} | {m.block for m in schedule.moves}
+    says = f"{NOT_HELD}|{HELD}|{NEVER_HOME}|{NOTHING}|not for requests or the owner"
+    for name, kinds in (("q_layout", ("q", "q_partial")), ("kv_layout", ("kv", "kv_partial"))):
+        layout: Layout = getattr(schedule, name)
+        for pair in pairwise(range(len(layout.owners))):
+            owners = list(layout.owners)
+            owners[pair[0]], owners[pair[1]] = owners[pair[1]], owners[pair[0]]
+            if tuple(owners) == layout.owners:
+                continue
+            make = partial(schedule.replace, **{name: replace(layout, name="other", owners=tuple(owners))})
+            named = {block for block in blocks if block.kind in kinds and block.chunk in pair}
+            yield Mutant(make, steps(), set(range(schedule.world_size)), named, says)
+
+
 KINDS: dict[str, Kind] = {
     kind.__name__: kind
     for kind in (
@@ -393,6 +362,6 @@ KINDS: dict[str, Kind] = {
         partial_before_its_tile, partial_sent_twice, partial_to_another_rank, partial_never_made,
         added_after_the_relay_has_sent, added_while_the_relay_sends, swapped_order, move_listed_twice,
         wrong_channel, out_of_range_rank, out_of_range_block, sent_to_itself, added_where_it_must_not_be,
-        partial_of_nobody,
+        partial_of_nobody, chunks_of_each_other,
     )
 }  # fmt: skip
