@@ -24,8 +24,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / each) for each in ("."
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from diffusers_models import MODELS, is_exact, largest_error, make_inputs, make_model, results, split  # noqa: E402
 from ranks import Here, RankPools  # noqa: E402
+from tiny_diffusers import MODELS, is_exact, largest_error, make_inputs, make_model, results, split  # noqa: E402
 
 CALL_SECONDS = 300.0
 TEXT, IMAGE = 7, 24

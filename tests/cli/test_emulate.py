@@ -35,7 +35,7 @@ HOLDER = """
 import signal
 from tokenring.emulate import Emulated
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-with Emulated("switch", 2, 0.1) as net, net.start("emulation", ["sleep"]) as ranks:
+with Emulated("switch", 2, 0.1) as net, net.start("net_rank", ["sleep"]) as ranks:
     print("up", flush=True)
     while ranks.exit_code() is None:
         ranks.read(0.1)
@@ -86,7 +86,7 @@ class TestRuns:
     def test_ranks_meet(self, kind: str, options: dict[str, bool]) -> None:
         shown: list[str] = []
         with Emulated(kind, 4, 0.25, **options) as net:
-            assert net.run("emulation", ["meet"], 60, environment=HERE, show=shown.append) == ["sum 6", "a second line"]
+            assert net.run("net_rank", ["meet"], 60, environment=HERE, show=shown.append) == ["sum 6", "a second line"]
             assert guardian.processes_in(net.namespaces) == []
             net.run("platform", timeout_seconds=patient(30), show=shown.append)
         assert len(shown) == 3 and net.namespaces == []
@@ -103,7 +103,7 @@ class TestRuns:
     def test_who_failed_is_named(self, what: str, seconds: float, rank: int, says: str) -> None:
         with Emulated("switch", 4, 0.25) as net:
             with pytest.raises(PeerLost) as lost:
-                net.run("emulation", [what], seconds, environment=HERE)
+                net.run("net_rank", [what], seconds, environment=HERE)
             assert guardian.processes_in(net.namespaces) == []
         assert says in str(lost.value) and lost.value.rank == rank and lost.value.certain == (what != "sleep")
 
@@ -111,7 +111,7 @@ class TestRuns:
     def test_two_at_a_time(self) -> None:
         with Emulated("full-mesh", 2, 0.25) as one, Emulated("full-mesh", 2, 0.25) as other:
             assert not set(one.namespaces) & set(other.namespaces)
-            assert [net.run("emulation", ["meet"], 60, environment=HERE)[0] for net in (one, other)] == ["sum 1"] * 2
+            assert [net.run("net_rank", ["meet"], 60, environment=HERE)[0] for net in (one, other)] == ["sum 1"] * 2
 
     def test_a_failure_on_the_way_up_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tokenring.emulate.plan.bucket", lambda gbit, packet: "root tbf rate nonsense")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers_models import MODELS, is_exact, make_inputs, make_model, need, split
 from ranks import RankPools
+from tiny_diffusers import MODELS, is_exact, make_inputs, make_model, need, split
 
 import tokenring as tr
 from tokenring.errors import UnsupportedError

@@ -7,6 +7,8 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 REPO = Path(__file__).resolve().parents[2]
 QUESTIONS = ("What", "Whether", "Of", "How", "Where", "Which", "Who", "When", "Why", "As", "By", "From", "That", "This")
 
@@ -65,3 +67,25 @@ def test_docstrings_ask_no_questions() -> None:
 def test_a_question_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text('"""What it is."""\n\n\ndef f() -> None:\n    """Do it."""\n', encoding="utf-8")
     assert questions(tmp_path) == ["a.py: module"]
+
+
+def module_names(folders: list[Path]) -> dict[str, list[str]]:
+    """The folders in which a module of each name lies."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for folder in folders:
+        for path in folder.glob("*.py"):
+            found[path.stem].append(folder.name)
+    return found
+
+
+def test_modules_that_tests_import_have_names_of_their_own(pytestconfig: pytest.Config) -> None:
+    # Folders of pytest's pythonpath stand beside each other: of two modules with one name, one is never found.
+    folders = [Path(each) for each in pytestconfig.getini("pythonpath")]
+    assert len(folders) > 20 and not {name: at for name, at in module_names(folders).items() if len(at) > 1}
+
+
+def test_a_second_module_of_a_name_is_found(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same.py").touch()
+    assert module_names([tmp_path / "a", tmp_path / "b"]) == {"same": ["a", "b"]}

@@ -32,6 +32,11 @@ class ModelPlan:
     gathered: str = "proj_out"
     streams: tuple[Stream, ...] = ("text", "image")
 
+    @property
+    def cut_modules(self) -> tuple[str, ...]:
+        """Paths of the modules inside the model whose arguments or outputs are cut."""
+        return tuple(dict.fromkeys(each.module for each in self.places if each.module))
+
     def at(self, module: str) -> tuple[TensorPlace, ...]:
         """Return the places of a module."""
         return tuple(each for each in self.places if each.module == module)

@@ -43,7 +43,7 @@ class SplitModel:
         """Put the hooks into a model; return their handles."""
         begin = torch.compiler.disable(self._begin)  # type: ignore[no-untyped-call]  # it compares ranks
         handles = [model.register_forward_pre_hook(begin, with_kwargs=True)]
-        for path in dict.fromkeys(each.module for each in self.plan.places if each.module):
+        for path in self.plan.cut_modules:
             places = self.plan.at(path)
             inputs = tuple(each for each in places if isinstance(each.where, str))
             outputs = tuple(each for each in places if not isinstance(each.where, str))
@@ -72,7 +72,8 @@ class SplitModel:
 
     def _begin(self, model: torch.nn.Module, args: tuple[Any, ...], given: Given) -> tuple[tuple[Any, ...], Given]:
         """Check a call, compare it with those of the other ranks, and cut the model's own arguments."""
-        with refusing(self.cp, "forward", *args, *given.values()):
+        tensors = *args, *given.values()
+        with refusing(self.cp, "forward", *tensors):
             named = {**dict(zip(_names(model), args, strict=False)), **given}
             check_layers(model, self)
             self._check_hooked(model)
@@ -81,7 +82,7 @@ class SplitModel:
             named = without_padding(named)
             self._deal, self.training = None, model.training or torch.is_grad_enabled()
             cut = self._cut(self.plan.at(""), named)
-            device = speaking_device(named.values())
+            device = speaking_device(tensors)
             if device is None:
                 raise ConfigurationError("a call without tensors: give the model its inputs")
         if self.cp.world_size > 1:
@@ -111,7 +112,7 @@ class SplitModel:
 
     def _check_hooked(self, model: torch.nn.Module) -> None:
         """Raise ConfigurationError where a module that cuts or gathers was replaced after `hook`, as adapters do."""
-        for path in (*(each.module for each in self.plan.places if each.module), self.plan.gathered):
+        for path in (*self.plan.cut_modules, self.plan.gathered):
             if not all(self._has_hook(module) for module in _modules(model, path)):
                 raise ConfigurationError(
                     f"{path} of the model is another module than when use_tokenring was called, so this rank would "
