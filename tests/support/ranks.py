@@ -120,7 +120,7 @@ class Ranks:
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
-                given = rank, world_size, port, prefix, stretch()
+                given = rank, world_size, port, prefix, stretch(), os.getpriority(os.PRIO_PROCESS, 0)
                 if loaded is None:
                     name = f"rank {rank} of {world_size}"
                     process = context.Process(target=_serve, args=(theirs, *given), daemon=True, name=name)
@@ -267,8 +267,11 @@ def _begin() -> None:
     warnings.simplefilter("error")
 
 
-def _serve_forked(pipe: Connection, rank: int, world_size: int, port: int, prefix: str, factor: float) -> NoReturn:
-    """The same in a fork of a process that has begun."""
+def _serve_forked(
+    pipe: Connection, rank: int, world_size: int, port: int, prefix: str, factor: float, niceness: int
+) -> NoReturn:
+    """The same in a fork of a process that has begun. niceness: of the process that wants these ranks."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
     if PAUSES:
         _die_with_maker()
     set_stretch(factor)
