@@ -18,7 +18,7 @@ def start(preloaded: list[str]) -> Given | None:
     """Start it with these modules; what `adopt` wants in other processes, or None where it cannot be shared."""
     if not CAN_SHARE:
         return None
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     server.set_forkserver_preload(preloaded)
     server.ensure_running()
     return server._forkserver_address, os.getpid(), server._forkserver_alive_fd
@@ -27,7 +27,7 @@ def start(preloaded: list[str]) -> Given | None:
 def adopt(given: Given) -> None:
     """Have this process use that server, for all that it starts by the start method "forkserver"."""
     address, holder, descriptor = given
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     server._forkserver_address = address
     server._forkserver_alive_fd = os.open(f"/proc/{holder}/fd/{descriptor}", os.O_WRONLY)
     server.ensure_running = resource_tracker.ensure_running  # it is no child of this process, which cannot ask for it
