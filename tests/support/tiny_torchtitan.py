@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import logging
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -37,14 +39,17 @@ def on_cpu(spmd_backend: str = "spmd_types") -> Iterator[None]:
         warnings.simplefilter("ignore")
         from torch.nn.attention.flex_attention import create_block_mask
         from torchtitan.distributed import parallel_dims, utils
-        from torchtitan.models.common import attention, token_dispatcher
+        from torchtitan.models.common import attention, moe, token_dispatcher
+        from torchtitan.models.gpt_oss import moe as gpt_oss_moe
         from torchtitan.tools import utils as tools
 
         logging.getLogger().setLevel(logging.ERROR)
         for module in (tools, parallel_dims, utils, token_dispatcher):
             patched.setattr(module, "device_type", "cpu")
         patched.setattr(attention, "_compiled_create_block_mask", create_block_mask)
-        patched.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # experts compute in it, whatever the dtype is
+        for kind in (moe.GroupedExperts, gpt_oss_moe.GptOssGroupedExperts):
+            patched.setattr(kind, "forward", in_float(kind.forward))
+        patched.setattr(moe.GroupedExperts, "_grouped_mm", grouped_product)
         was = utils.get_spmd_backend()
         utils.set_spmd_backend(spmd_backend)
         try:
@@ -164,6 +169,23 @@ def plain_attention(q: Any, k: Any, v: Any, *, attention_masks: Any, scale: Any 
     return out if out_transform is None else out_transform(out, lse.transpose(1, 2))
 
 
+def in_float(forward: Any) -> Any:
+    """The function of torchtitan's experts, which compute in bfloat16 whatever the dtype is, in float32."""
+    if forward.__code__.co_filename == "<in float32>":
+        return forward
+    source, made = textwrap.dedent(inspect.getsource(forward)).replace(".bfloat16()", ".float()"), {}
+    exec(compile(source, "<in float32>", "exec"), forward.__globals__, made)
+    return made["forward"]
+
+
+def grouped_product(experts: Any, *, A: Any, B_t: Any, offs: Any) -> Any:
+    """torch's grouped product, which a compiler takes in bfloat16 alone."""
+    if not torch.compiler.is_compiling():
+        return torch._grouped_mm(A, B_t, offs=offs)
+    of = torch.searchsorted(offs, torch.arange(A.shape[0], dtype=offs.dtype), right=True)
+    return sum(torch.where((of == each)[:, None], A @ B_t[each], 0.0) for each in range(len(B_t)))
+
+
 def largest_error(found: Results, wanted: Results) -> tuple[float, str]:
     """The largest relative error, and of what: by norms, of gradients that are not almost 0."""
     whole = max(x.norm() for x in wanted.values())
@@ -180,40 +202,54 @@ def largest_error(found: Results, wanted: Results) -> tuple[float, str]:
 
 
 def split(
-    here: Here, name: str, seq_len: int, documents: Sequence[Sequence[int]], cp: int, rows: int = 1,
-    attention: str = "flex", layers: int | None = None, spmd_backend: str = "spmd_types", compiled: bool = False,
-    steps: int = 1, **options: Any,
+    here: Here, name: str, seq_len: int, batches: Sequence[Sequence[Sequence[int]]], cp: int, rows: int = 1,
+    attention: str = "flex", layers: int | None = None, spmd_backend: str = "partial_dtensor", compiled: bool = False,
+    **options: Any,
 ) -> tuple[float, str]:  # fmt: skip
-    """The largest relative error against one process, and of what; or a refusal. FSDP over the ranks, CP of some."""
+    """The largest relative error against one process, and of what; or a refusal. FSDP over the ranks, CP of some.
+
+    batches: for each step, of some rows the lengths of documents.
+    """
+    from tokenring.integrations.torchtitan import use_tokenring
+
+    dp, errors = here.world_size // cp, []
+    with on_cpu(spmd_backend):
+        config = make_config(name, seq_len, attention, layers, spmd_backend, cp, dp, compiled)
+        trainer = on_ranks(use_tokenring(config, **options), here.world_size)
+        for documents in batches:
+            batch = make_batch(rows * dp, seq_len, documents)
+            try:
+                errors.append(largest_error(step_on_ranks(trainer, batch, here.rank // cp * rows, rows),
+                                            in_one_process(name, batch, layers)))  # fmt: skip
+            except TokenRingError as error:
+                return float("inf"), f"refused: {error}"
+    return max(errors)
+
+
+def on_ranks(config: Any, world_size: int) -> Any:
+    """A Trainer whose model torchtitan has parallelized."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.distributed import ParallelDims
 
-    from tokenring.integrations.torchtitan import use_tokenring
+    model, dims = make_model(config), ParallelDims.from_config(config.parallelism, world_size)
+    dims.build_mesh()
+    model = config.model_spec.parallelize_fn(
+        model, parallel_dims=dims, training=config.training, parallelism=config.parallelism,
+        compile_config=config.compile, ac_config=config.activation_checkpoint, dump_folder="",
+    )  # fmt: skip
+    for each in model.modules():
+        if isinstance(each, FSDPModule):
+            each.set_force_sum_reduction_for_comms(True)  # Gloo has no sums with a factor
+    return make_trainer(config, model, dims)
 
-    dp = here.world_size // cp
-    batch = make_batch(rows * dp, seq_len, documents)
-    wanted = in_one_process(name, batch, layers)
-    with on_cpu(spmd_backend):
-        config = use_tokenring(make_config(name, seq_len, attention, layers, spmd_backend, cp, dp, compiled), **options)
-        try:
-            model, dims = make_model(config), ParallelDims.from_config(config.parallelism, here.world_size)
-            dims.build_mesh()
-            model = config.model_spec.parallelize_fn(
-                model, parallel_dims=dims, training=config.training, parallelism=config.parallelism,
-                compile_config=config.compile, ac_config=config.activation_checkpoint, dump_folder="",
-            )  # fmt: skip
-            for each in model.modules():
-                if isinstance(each, FSDPModule):
-                    each.set_force_sum_reduction_for_comms(True)  # Gloo has no sums with a factor
-            trainer, first = make_trainer(config, model, dims), here.rank // cp * rows
-            own = {key: x[first : first + rows] for key, x in batch.items()}
-            for _ in range(steps):
-                model.zero_grad()
-                loss = step(trainer, own, (batch["labels"] != IGNORED).sum())
-        except TokenRingError as error:
-            return float("inf"), f"refused: {error}"
-        if hasattr(loss, "full_tensor"):
-            loss = loss.full_tensor()
-        else:
-            torch.distributed.all_reduce(loss)
-        return largest_error({"loss": loss, **gradients(model)}, wanted)
+
+def step_on_ranks(trainer: Any, batch: dict[str, torch.Tensor], first: int, rows: int) -> Results:
+    """The loss of all ranks and whole gradients of a step, in which this rank has these rows."""
+    trainer.model_parts[0].zero_grad()
+    own = {name: x[first : first + rows] for name, x in batch.items()}
+    loss = step(trainer, own, (batch["labels"] != IGNORED).sum())
+    if hasattr(loss, "full_tensor"):
+        loss = loss.full_tensor()
+    else:
+        torch.distributed.all_reduce(loss)
+    return {"loss": loss, **gradients(trainer.model_parts[0])}
