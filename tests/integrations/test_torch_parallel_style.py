@@ -51,7 +51,8 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm(x))
-        return x + self.mlp(x).tanh()
+        out: torch.Tensor = x + self.mlp(x).tanh()
+        return out
 
 
 class Model(nn.Module):
@@ -90,7 +91,7 @@ def in_one_process(rows: int, ends: tuple[int, ...] | None) -> dict[str, torch.T
     seen = (of[:, None] == of) & torch.ones(LENGTH, LENGTH).tril().bool()
     for layer in model.layers:
         layer.attention.options = {"is_causal": False, "attn_mask": seen}  # type: ignore[union-attr]
-    loss_of(model(text[:, :-1], torch.arange(LENGTH)), text[:, 1:], rows * LENGTH).backward()
+    torch.autograd.backward(loss_of(model(text[:, :-1], torch.arange(LENGTH)), text[:, 1:], rows * LENGTH))
     return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
@@ -127,7 +128,7 @@ def trained(
     part, labels = (tr.shard(x, cp, mask=mask) for x in (text[:, :-1], text[:, 1:]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, while it compiles what FSDP has wrapped
-        loss_of(model(part, tr.positions(cp, LENGTH, mask=mask)), labels, dp * LENGTH).backward()
+        torch.autograd.backward(loss_of(model(part, tr.positions(cp, LENGTH, mask=mask)), labels, dp * LENGTH))
     if not isinstance(model, FSDPModule):
         for x in model.parameters():
             torch.distributed.all_reduce(x.grad)
@@ -192,7 +193,7 @@ def with_sharded_heads(here: Here) -> float:
         parallelize_module(layer.attention, mesh["tp"], plan)  # type: ignore[arg-type]
     text = make_tokens(1)
     part, labels = (tr.shard(x, cp) for x in (text[:, :-1], text[:, 1:]))
-    loss_of(model(part, tr.positions(cp, LENGTH)), labels, LENGTH).backward()
+    torch.autograd.backward(loss_of(model(part, tr.positions(cp, LENGTH)), labels, LENGTH))
     for x in model.parameters():
         assert x.grad is not None
         torch.distributed.all_reduce(x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad, group=cp.group)
@@ -209,12 +210,9 @@ def test_heads_as_dtensors(ranks: RankPools) -> None:
 def refused(here: Here, change: str) -> str:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     cp, model = tr.ContextParallel(mesh["cp"]), make_model()
-    plan = {PLAN: ContextParallelAttention(cp)}
+    plan: dict[str, Any] = {PLAN: ContextParallelAttention(cp)}
     attention: Any = model.layers[0].attention
     try:
-        if change == "other mesh":
-            alone = tr.ContextParallel("self")
-            return str(parallelize_module(model, mesh, {PLAN: ContextParallelAttention(cp)}) and alone)
         if change == "no call":
             plan = {"layers.*.mlp": plan[PLAN]}
         parallelize_module(model, mesh, plan)
@@ -223,8 +221,6 @@ def refused(here: Here, change: str) -> str:
         if change == "dropout":
             attention.options = {"dropout_p": 0.1}
         if change == "checkpoint inside":
-            inner = attention.q.forward
-            attention.q.forward = lambda x: inner(x)
             called = F.scaled_dot_product_attention
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **more: checkpoint(
@@ -247,10 +243,24 @@ def test_what_would_be_wrong_is_refused_on_all_ranks(change: str, said: str, ran
 
 def alone(**options: Any) -> Callable[..., torch.Tensor]:
     module = nn.Module()
-    module.forward = F.scaled_dot_product_attention  # type: ignore[method-assign]
+    module.forward = F.scaled_dot_product_attention
     style = ContextParallelAttention(tr.ContextParallel("self"), **options)
     style._apply(module, None)  # type: ignore[arg-type]
     return module
+
+
+def on_another_mesh(here: Here) -> str:
+    mesh, alone_here = init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "own")), make_model()
+    with pytest.raises(ConfigurationError) as caught:
+        parallelize_module(alone_here, mesh["own"], {PLAN: ContextParallelAttention(tr.ContextParallel(mesh["cp"]))})
+    return str(caught.value)
+
+
+def test_a_mesh_of_other_ranks_is_refused(ranks: RankPools) -> None:
+    assert ranks(2)(on_another_mesh)[1] == (
+        "parallelize_module got a mesh of ranks [1], and the ContextParallel has [0, 1]: give "
+        "tr.ContextParallel(mesh['cp']) and parallelize_module(model, mesh['cp'], ...) the same"
+    )
 
 
 def test_one_rank_computes_what_torch_does() -> None:
@@ -259,9 +269,8 @@ def test_one_rank_computes_what_torch_does() -> None:
         found = alone()(q, k, k, is_causal=is_causal, scale=0.3)
         assert torch.allclose(found, F.scaled_dot_product_attention(q, k, k, is_causal=is_causal, scale=0.3), atol=1e-5)
     apart = alone(mask=tr.Documents([0, 4, 10]))(q, k, k, is_causal=True)
-    assert torch.allclose(
-        apart[:, :, 4:], F.scaled_dot_product_attention(*(x[:, :, 4:] for x in (q, k, k)), is_causal=True), atol=1e-5
-    )
+    q, k = q[:, :, 4:], k[:, :, 4:]
+    assert torch.allclose(apart[:, :, 4:], F.scaled_dot_product_attention(q, k, k, is_causal=True), atol=1e-5)
 
 
 def test_keys_of_another_length_and_other_shapes_are_refused() -> None:

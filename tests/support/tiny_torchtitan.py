@@ -122,13 +122,15 @@ def make_trainer(config: Any, model: Any, dims: Any) -> Any:
 def loss_of(pred: Any, labels: Any, valid: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
     """A loss as torchtitan's are: a sum over this rank's tokens, by the number of those of all ranks."""
     flat = pred.flatten(0, 1).float()
-    return torch.nn.functional.cross_entropy(flat, labels.flatten(), reduction="sum", ignore_index=IGNORED) / valid, None
+    total = torch.nn.functional.cross_entropy(flat, labels.flatten(), reduction="sum", ignore_index=IGNORED)
+    return total / valid, None
 
 
 def step(trainer: Any, batch: dict[str, torch.Tensor], valid: torch.Tensor) -> torch.Tensor:
     """One forward and backward pass by torchtitan's own code."""
     given = {"input": batch["input"], "positions": batch["positions"]}
-    return trainer.forward_backward_step(input_dict=given, labels=batch["labels"], global_valid_tokens=valid).detach()
+    loss = trainer.forward_backward_step(input_dict=given, labels=batch["labels"], global_valid_tokens=valid)
+    return loss.detach()  # type: ignore[no-any-return]
 
 
 def gradients(model: Any) -> Results:
@@ -160,7 +162,7 @@ def plain_attention(q: Any, k: Any, v: Any, *, attention_masks: Any, scale: Any 
     from torch.nn.attention.flex_attention import create_mask
 
     rows, length = q.shape[:2]
-    seen = create_mask(attention_masks.mask_mod, rows, 1, length, length, device="cpu")
+    seen = create_mask(attention_masks.mask_mod, rows, 1, length, k.shape[1], device="cpu")  # k of all ranks, perhaps
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(~seen, float("-inf"))
@@ -173,7 +175,8 @@ def in_float(forward: Any) -> Any:
     """The function of torchtitan's experts, which compute in bfloat16 whatever the dtype is, in float32."""
     if forward.__code__.co_filename == "<in float32>":
         return forward
-    source, made = textwrap.dedent(inspect.getsource(forward)).replace(".bfloat16()", ".float()"), {}
+    made: dict[str, Any] = {}
+    source = textwrap.dedent(inspect.getsource(forward)).replace(".bfloat16()", ".float()")
     exec(compile(source, "<in float32>", "exec"), forward.__globals__, made)
     return made["forward"]
 

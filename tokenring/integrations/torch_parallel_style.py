@@ -58,7 +58,7 @@ class ContextParallelAttention(ParallelStyle):
         check_context(cp)
         super().__init__()
         self.cp = cp
-        self.mask = mask  # type: ignore[assignment]
+        self.mask = mask
 
     @property
     def mask(self) -> Mask | None:
@@ -129,7 +129,7 @@ class ContextParallelAttention(ParallelStyle):
             made.append(self.attend(*args, **given))
             return made[-1]
 
-        F.scaled_dot_product_attention = called  # type: ignore[assignment]
+        F.scaled_dot_product_attention = called
         try:
             return forward(*args, **given), len(made)
         finally:

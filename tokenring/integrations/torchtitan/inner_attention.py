@@ -34,7 +34,7 @@ class TokenRingAttention(Module):  # type: ignore[misc]
         window: int | None = None
 
         def build(self, **given: Any) -> Any:
-            """Build the module; torchtitan has said by now how its arguments lie, and by which backend it moves them."""
+            """Build the module; torchtitan has said by now how its arguments lie and by which backend they move."""
             kind = _Wrapped if get_spmd_backend() == "partial_dtensor" else TokenRingAttention
             made = kind(config=dataclasses.replace(self))
             made._sharding_config = in_place(self.sharding_config)

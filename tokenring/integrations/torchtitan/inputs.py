@@ -33,12 +33,15 @@ class Setup:
 
 
 def install(setup: Setup) -> None:
-    """Put our function in front of torchtitan's, where its Trainer and Validator look it up, once in a process."""
+    """Put our function in front of torchtitan's, where its Trainer and Validator look it up.
+
+    A later call takes the place of an earlier one; the windows of its models are known still.
+    """
     for name in CALLERS:
         module = importlib.import_module(name)
         own = getattr(module, NAME)
-        while hasattr(own, OURS):
-            own = own.__wrapped__
+        if (before := getattr(own, OURS, None)) is not None:
+            own, setup.windows = own.__wrapped__, setup.windows | before.windows
         setattr(module, NAME, in_front_of(own, setup))
 
 

@@ -1,4 +1,4 @@
-"""Models of torchtitan whose attention is replaced: which, and what of their layers is read. Imports torchtitan late."""
+"""Models of torchtitan whose attention is replaced: which, and what of their layers is read."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def _window(layer: int, attention: Any) -> Window:
         made_by.FlexAttention.Config, made_by.VarlenAttention.Config, made_by.ScaledDotProductAttention.Config
     ):  # fmt: skip
         raise UnsupportedError(
-            f"layer {layer} has the inner attention {type(inner).__qualname__}, which is not torchtitan's FlexAttention, "
-            f"VarlenAttention or ScaledDotProductAttention: what it computes would be lost"
+            f"layer {layer} has the inner attention {type(inner).__qualname__}, which is not torchtitan's "
+            f"FlexAttention, VarlenAttention or ScaledDotProductAttention: what it computes would be lost"
         )
     window = getattr(attention, "sliding_window_size", None)
     if isinstance(inner, made_by.VarlenAttention.Config):

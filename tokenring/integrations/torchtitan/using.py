@@ -34,7 +34,7 @@ def use_tokenring(
             f"use_tokenring got a {type(config).__qualname__}: give a Trainer.Config of torchtitan with its model_spec"
         )
     prepare_model(spec.model, layout=layout, any_model=any_model, **options)
-    config.training.disable_cuda_graphs = True  # type: ignore[attr-defined]
+    config.training.disable_cuda_graphs = True
     return config
 
 
