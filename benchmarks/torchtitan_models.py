@@ -24,7 +24,6 @@ import pytest  # noqa: E402
 import tiny_torchtitan as tiny  # noqa: E402
 import torch  # noqa: E402
 from ranks import Here, RankPools  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 CALL_SECONDS = 900.0
 EXACT, FEWER = 1e-5, 0.5
@@ -115,37 +114,37 @@ def our_bytes(here: Here, name: str, layers: int, schedule: str, layout: str) ->
 
 
 def their_bytes(here: Here, name: str, layers: int) -> tuple[int, float]:
-    """What this rank sends in torchtitan's own CP, and its error: by torch's collectives, without those of FSDP."""
+    """What this rank sends in torchtitan's own CP, by the collectives of torch's flex_cp_allgather; and its error."""
     with tiny.on_cpu("partial_dtensor"), pytest.MonkeyPatch.context() as patched:
+        from torch.distributed.tensor.experimental._context_parallel import _cp_custom_ops as gathers
         from torchtitan.models.common.attention import FlexAttention
 
+        counted = Counted(gathers.funcol, here.world_size)
+        patched.setattr(gathers, "funcol", counted)
         patched.setattr(FlexAttention, "forward", lambda self, *args, **more: tiny.plain_attention(*args, **more))
         config = tiny.make_config(name, sum(PACK), "flex", layers, "partial_dtensor", here.world_size)
         trainer = tiny.on_ranks(config, here.world_size)
         batch = tiny.make_batch(1, sum(PACK), [PACK])
-        with _Counted(here.world_size) as counted:
-            found = tiny.step_on_ranks(trainer, batch, 0, 1)
+        found = tiny.step_on_ranks(trainer, batch, 0, 1)
         return counted.sent, tiny.largest_error(found, tiny.in_one_process(name, batch, layers))[0]
 
 
-class _Counted(TorchDispatchMode):
-    """Bytes that this rank sends in functional collectives, of which FSDP uses none."""
+class Counted:
+    """torch's functional collectives, and the bytes that this rank sends in them."""
 
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.ranks, self.sent = ranks, 0
+    def __init__(self, collectives: Any, ranks: int) -> None:
+        self.collectives, self.ranks, self.sent = collectives, ranks, 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), given: Any = None) -> Any:
-        name = str(function)
-        if name.startswith("_c10d_functional.") and "wait" not in name:
-            size = args[0].numel() * args[0].element_size()
-            if "all_gather" in name:
-                self.sent += size * (self.ranks - 1)
-            elif "reduce_scatter" in name:
-                self.sent += size * (self.ranks - 1) // self.ranks
-            else:
-                raise AssertionError(f"{name} is not counted")
-        return function(*args, **(given or {}))
+    def all_gather_single(self, x: torch.Tensor, *given: Any) -> Any:
+        self.sent += x.numel() * x.element_size() * (self.ranks - 1)
+        return self.collectives.all_gather_single(x, *given)
+
+    def reduce_scatter_single(self, x: torch.Tensor, *given: Any) -> Any:
+        self.sent += x.numel() * x.element_size() * (self.ranks - 1) // self.ranks
+        return self.collectives.reduce_scatter_single(x, *given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.collectives, name)
 
 
 if __name__ == "__main__":

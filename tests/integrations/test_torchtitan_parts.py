@@ -145,5 +145,5 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_config_is_refused(titan: dict[str, ModuleType]) -> None:
-    with pytest.raises(ConfigurationError, match="got a object: give a Trainer.Config"):
+    with pytest.raises(ConfigurationError, match=r"got a object: give a Trainer\.Config"):
         use_tokenring(object())

@@ -275,7 +275,7 @@ def with_number(mask: Mask) -> Mask:
     found, number = replace(mask), next(_numbers_of_masks)
     object.__setattr__(found, NUMBER, number)
     _numbered[number] = found
-    if len(_numbered) > MOST_MASKS:
+    while len(_numbered) > MOST_MASKS:
         _numbered.pop(next(iter(_numbered)), None)
     return found
 
