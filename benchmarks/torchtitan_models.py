@@ -109,7 +109,7 @@ def our_bytes(here: Here, name: str, layers: int, schedule: str, layout: str) ->
         patched.setattr(type(cp), "plan", lambda self, request: names.add((found := plan(self, request)).name) or found)
         batch = tiny.make_batch(1, sum(PACK), [PACK])
         found = tiny.step_on_ranks(trainer, batch, 0, 1)
-        assert tiny.largest_error(found, tiny.in_one_process(name, batch, layers))[0] < EXACT
+        assert here.rank or tiny.largest_error(found, tiny.in_one_process(name, batch, layers))[0] < EXACT
         return sum(cp.transport.sent_bytes.values()), " ".join(sorted(names)) or schedule
 
 
@@ -126,6 +126,8 @@ def their_bytes(here: Here, name: str, layers: int) -> tuple[int, float]:
         trainer = tiny.on_ranks(config, here.world_size)
         batch = tiny.make_batch(1, sum(PACK), [PACK])
         found = tiny.step_on_ranks(trainer, batch, 0, 1)
+        if here.rank:
+            return counted.sent, 0.0
         return counted.sent, tiny.largest_error(found, tiny.in_one_process(name, batch, layers))[0]
 
 

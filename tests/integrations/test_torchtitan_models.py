@@ -93,7 +93,7 @@ def test_the_flag_of_torchtitan_changes_the_model_in_place() -> None:
     assert config.model_spec.model is model
     for layer in model.layers:
         made = layer.attention.inner_attention.build()
-        assert type(made).__name__ == "TokenRingAttention"
+        assert type(made).__name__ == "TitanAttention"
         sharding = made._sharding_config
         assert sharding.in_dst_shardings == sharding.in_src_shardings  # K and V stay where they are
 

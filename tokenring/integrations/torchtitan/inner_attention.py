@@ -21,7 +21,7 @@ from tokenring.runtime.agreement import refusing
 TENSORS = ("q_BLNH", "k_BLNH", "v_BLNH")  # torchtitan's names of the arguments of an inner attention, in its configs
 
 
-class TokenRingAttention(Module):  # type: ignore[misc]
+class TitanAttention(Module):  # type: ignore[misc]
     """Attend over the tokens of all ranks; which of them see which comes with the batch.
 
     It is none of torchtitan's own kinds: for those it makes masks over whole rows, and gathers K and V of all ranks.
@@ -35,7 +35,7 @@ class TokenRingAttention(Module):  # type: ignore[misc]
 
         def build(self, **given: Any) -> Any:
             """Build the module; torchtitan has said by now how its arguments lie and by which backend they move."""
-            kind = _Wrapped if get_spmd_backend() == "partial_dtensor" else TokenRingAttention
+            kind = _Wrapped if get_spmd_backend() == "partial_dtensor" else TitanAttention
             made = kind(config=dataclasses.replace(self))
             made._sharding_config = in_place(self.sharding_config)
             return made
@@ -74,7 +74,7 @@ class TokenRingAttention(Module):  # type: ignore[misc]
         return out if out_transform is None else out_transform(out, lse.transpose(1, 2))
 
 
-class _Wrapped(TokenRingAttention, ScaledDotProductAttention):  # type: ignore[misc]
+class _Wrapped(TitanAttention, ScaledDotProductAttention):  # type: ignore[misc]
     """The same for torchtitan's oldest backend, which knows its own kinds alone: this one's tensors become DTensors."""
 
 

@@ -22,14 +22,14 @@ def replace_attention(model: Any, any_model: bool = False) -> frozenset[Window]:
     any_model: take models that were not compared with one process. Raises UnsupportedError for others, and for inner
     attention that is not torchtitan's; then nothing is changed.
     """
-    from tokenring.integrations.torchtitan.inner_attention import TokenRingAttention
+    from tokenring.integrations.torchtitan.inner_attention import TitanAttention
 
     _check_model(model, any_model)
     layers = [*model.layers, *getattr(model, "mtp_layers", ())]
     windows = [_window(name, layer.attention) for name, layer in enumerate(layers)]
     for layer, window in zip(layers, windows, strict=True):
         was = layer.attention.inner_attention
-        layer.attention.inner_attention = TokenRingAttention.Config(
+        layer.attention.inner_attention = TitanAttention.Config(
             window=window, param_init=was.param_init, sharding_config=was.sharding_config
         )
     return frozenset(windows)
@@ -52,14 +52,14 @@ def _window(layer: int, attention: Any) -> Window:
     """Return the sliding window of a layer. Raises UnsupportedError for attention that is not causal and known."""
     from torchtitan.models.common import attention as made_by
 
-    from tokenring.integrations.torchtitan.inner_attention import TokenRingAttention
+    from tokenring.integrations.torchtitan.inner_attention import TitanAttention
 
     if attention is None:
         raise UnsupportedError(
             f"layer {layer} has no attention: a layer that carries a state over the sequence is not supported"
         )
     inner = attention.inner_attention
-    if type(inner) is TokenRingAttention.Config:
+    if type(inner) is TitanAttention.Config:
         return inner.window
     if type(inner) not in (
         made_by.FlexAttention.Config, made_by.VarlenAttention.Config, made_by.ScaledDotProductAttention.Config
