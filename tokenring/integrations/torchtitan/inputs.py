@@ -19,7 +19,7 @@ OURS = "_tokenring_setup"  # attribute of the function that stands there instead
 
 @dataclass
 class Setup:
-    """What `use_tokenring` was given, and the contexts that were made of it, one for each mesh."""
+    """Hold the options of `use_tokenring`, and the contexts that were made of them, one for each mesh."""
 
     options: dict[str, Any]
     windows: frozenset[Window]

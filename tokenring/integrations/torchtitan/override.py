@@ -1,4 +1,4 @@
-"""What torchtitan's command line names: --override.imports tokenring.integrations.torchtitan.override.attention.
+"""The override that torchtitan takes: --override.imports tokenring.integrations.torchtitan.override.attention.
 
 Importing this imports torchtitan.
 """
