@@ -29,7 +29,7 @@ class TitanAttention(Module):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):  # type: ignore[misc]
-        """Hold the fields it is built from. window: how many tokens a token sees, its own among them; None: no limit."""
+        """Hold what it is built from. window: how many tokens a token sees, its own among them; None: no limit."""
 
         window: int | None = None
 
