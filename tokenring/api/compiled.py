@@ -1,7 +1,8 @@
 """Calls under torch.compile: two operators, tokenring::attention and its backward, that it does not look into.
 
 Their arguments are tensors, numbers and the name of the context; masks travel as the numbers they consist of, so that
-graphs stay right when these change. Eager calls do not come here.
+graphs stay right when these change; or, for `with_number`, as one number, so that how many they are may change too.
+Eager calls do not come here.
 
 What forward keeps for backward has a size that only the schedule says, and the schedule may be chosen when the ranks
 first meet in the call. So the third output is a `ticket`: a tensor of one byte whose storage holds all kept bytes.
@@ -10,8 +11,10 @@ Autograd and activation checkpoints treat it like any other saved tensor, and wh
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -38,7 +41,7 @@ from tokenring.sequence.workload import Request
 
 CALL = (
     "str context, SymInt? low, SymInt? high, SymInt[]? cu_seqlens, float? scale, bool training, bool differentiable, "
-    "str? wrong=None, float softcap=0.0, SymInt[]? numbers=None, SymInt? layout=None"
+    "str? wrong=None, float softcap=0.0, SymInt[]? numbers=None, SymInt? layout=None, SymInt? mask=None"
 )
 FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {CALL}) -> (Tensor, Tensor, Tensor)"
 BACKWARD = (
@@ -49,6 +52,12 @@ BACKWARD = (
 TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 MOST_MASKS = 1024
 MOST_INTEGER = 2**63 - 1  # an operator takes no larger ones
+
+# State of the process: a graph takes a number for a mask. The oldest go: calls of many batches ago have had their
+# backward pass.
+_numbers_of_masks = itertools.count(1)
+_numbered: dict[int, Mask] = {}
+NUMBER = "_number"  # attribute of a mask that has one
 
 Bounds = tuple[int, ...] | None
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -85,15 +94,17 @@ def traced_attention(
         cap = checked_softcap(softcap)
     except ConfigurationError as error:
         cap, wrong = 0.0, str(error)
-    low, high, cu_seqlens, numbers = (None,) * 4 if mask is None else _numbers(mask)
+    named = None if mask is None else getattr(mask, NUMBER, None)
+    low, high, cu_seqlens, numbers = (None,) * 4 if mask is None or named is not None else _numbers(mask)
     if isinstance(scale, int) and not -MOST_INTEGER <= scale <= MOST_INTEGER:
         scale = math.inf  # which is refused as well
     differentiable = q.requires_grad or k.requires_grad or v.requires_grad
     if sinks is not None:
         differentiable = differentiable or sinks.requires_grad
     out, lse, _ = torch.ops.tokenring.attention(
-        q, k, v, sinks, cp.handle, low, high, cu_seqlens, scale, training, differentiable, wrong, cap, numbers, number
-    )
+        q, k, v, sinks, cp.handle, low, high, cu_seqlens, scale, training, differentiable, wrong, cap, numbers, number,
+        named,
+    )  # fmt: skip
     return out, lse
 
 
@@ -236,6 +247,7 @@ def _request(
     softcap: float = 0.0,
     numbers: Sequence[int] | None = None,
     layout: int | None = None,
+    mask_number: int | None = None,
     *,
     again: bool = False,
 ) -> Request:
@@ -244,7 +256,7 @@ def _request(
         raise ConfigurationError(wrong)
     check_sinks(sinks, q)
     some, others = (None if each is None else tuple(each) for each in (cu_seqlens, numbers))
-    mask = _mask(low, high, some, others)
+    mask = _mask(low, high, some, others) if mask_number is None else _mask_numbered(mask_number)
     cut = None if layout is None else cp.cuts.numbered(layout)
     return request_of(q, k, v, cp, mask, scale, training, differentiable, softcap, cut, again=again)
 
@@ -252,6 +264,30 @@ def _request(
 @lru_cache(maxsize=MOST_MASKS)
 def _mask(low: int | None, high: int | None, cu_seqlens: Bounds, numbers: Bounds) -> Mask:
     return Mask(low, high, cu_seqlens) if numbers is None else of_numbers(numbers)
+
+
+def with_number(mask: Mask) -> Mask:
+    """Return an equal mask that compiled graphs of this process take by a number of its own.
+
+    So that one graph serves masks of any number of documents. Make it outside of the graph, for each batch; a graph
+    knows the last MOST_MASKS that were made.
+    """
+    found, number = replace(mask), next(_numbers_of_masks)
+    object.__setattr__(found, NUMBER, number)
+    _numbered[number] = found
+    while len(_numbered) > MOST_MASKS:
+        _numbered.pop(next(iter(_numbered)), None)
+    return found
+
+
+def _mask_numbered(number: int) -> Mask:
+    found = _numbered.get(number)
+    if found is None:
+        raise ConfigurationError(
+            f"a compiled call has mask number {number} of this process, which is gone: {MOST_MASKS} masks were made "
+            f"since; run the backward pass of a batch before so many others are cut"
+        )
+    return found
 
 
 def _numbers(mask: Mask) -> tuple[int | None, int | None, Bounds, Bounds]:

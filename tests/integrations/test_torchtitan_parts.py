@@ -1,0 +1,149 @@
+"""What of tokenring.integrations.torchtitan needs no torchtitan: batches, where they are cut, versions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from ranks import Here, RankPools
+
+import tokenring as tr
+from tokenring.errors import BackendUnavailable, ConfigurationError, TokenRingError, UnsupportedError
+from tokenring.integrations.torchtitan import cut_batch, use_tokenring
+from tokenring.integrations.torchtitan.batches import TitanBatch
+from tokenring.integrations.torchtitan.inputs import CALLERS, NAME, Setup, install
+from tokenring.integrations.torchtitan.versions import check_version, pip_requirement
+
+LENGTH = 24
+
+
+def batch_of(*rows: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Rows of these documents, by length."""
+    inputs = torch.arange(len(rows) * LENGTH).view(len(rows), LENGTH)
+    places = torch.stack([torch.cat([torch.arange(each) for each in row]) for row in rows])
+    return inputs, inputs + 1, {"positions": places}
+
+
+def cut_on_ranks(here: Here, rows: tuple[tuple[int, ...], ...], windows: tuple[int | None, ...]) -> Any:
+    cp = here.cp(layout="auto")
+    inputs, labels, extra = cut_batch(*batch_of(*rows), cp, windows=windows)
+    batch = extra["attention_masks"]
+    assert isinstance(batch, TitanBatch) and batch.cp is cp
+    return inputs, labels, extra["positions"], [batch.mask_of(each) for each in windows]
+
+
+def test_each_token_keeps_its_label_and_position(ranks: RankPools) -> None:
+    """Rows that are packed alike stay rows; others become one, whose documents end where rows do."""
+    for rows, shape, ends in (
+        (((10, 14), (10, 14)), [2, LENGTH // 2], (0, 10, 24)),
+        (((10, 14), (24,)), [1, LENGTH], (0, 10, 24, 48)),
+    ):
+        inputs, _, extra = batch_of(*rows)
+        place_of = dict(zip(inputs.flatten().tolist(), extra["positions"].flatten().tolist(), strict=True))
+        seen: list[int] = []
+        for tokens, labels, places, masks in ranks(2)(cut_on_ranks, rows, (None, 5)):
+            assert list(tokens.shape) == shape and torch.equal(labels, tokens + 1)
+            assert places.flatten().tolist() == [place_of[each] for each in tokens.flatten().tolist()]
+            assert masks == [tr.Causal() & tr.Documents(ends), tr.SlidingWindow(4) & tr.Causal() & tr.Documents(ends)]
+            seen += tokens.flatten().tolist()
+        assert sorted(seen) == inputs.flatten().tolist()
+
+
+def test_one_document_is_causal_alone() -> None:
+    cp = tr.ContextParallel("self")
+    assert cut_batch(*batch_of((LENGTH,)), cp)[2]["attention_masks"].mask_of(None) == tr.Causal()
+
+
+def refused_on_ranks(here: Here, what: str) -> str:
+    inputs, labels, extra = batch_of((10, 14))
+    if here.rank == 1:
+        if what == "tokens":
+            inputs = inputs + 7
+        elif what == "another tensor":
+            extra["pixels"] = torch.zeros(1, LENGTH)
+        elif what == "no positions":
+            del extra["positions"]
+        elif what == "masks":
+            extra["attention_masks"] = object()
+        elif what == "three axes":
+            extra["positions"] = extra["positions"].expand(3, 1, -1)
+    try:
+        cut_batch(inputs, labels, extra, here.cp())
+    except TokenRingError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize(("what", "said"), [
+    ("tokens", "the ranks disagree, so the call was not made. inputs"),
+    ("another tensor", "pixels [1, 24] in a batch is not supported"),
+    ("no positions", "a batch came with no positions"), ("masks", "a batch came with attention_masks of its own"),
+    ("three axes", "positions are [3, 1, 24], inputs [1, 24]"), ("nothing", "not refused"),
+])  # fmt: skip
+def test_what_one_rank_refuses_all_hear(what: str, said: str, ranks: RankPools) -> None:
+    for text in ranks(2)(refused_on_ranks, what):
+        assert said in text
+
+
+def test_a_window_that_was_not_foreseen_is_refused() -> None:
+    batch = cut_batch(*batch_of((LENGTH,)), tr.ContextParallel("self"))[2]["attention_masks"]
+    with pytest.raises(ConfigurationError, match="sliding window of 9 tokens, and the batch was cut for"):
+        batch.mask_of(9)
+
+
+# ---------- torchtitan's own modules
+
+
+@pytest.fixture
+def titan(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The modules of torchtitan 0.3.0 that look prepare_context_parallel_input up by its name: trainer.py, line 46,
+    components/validate.py, line 22; and its version."""
+    made = {name: ModuleType(name) for name in ("torchtitan", "torchtitan.components", *CALLERS)}
+    for name in CALLERS:
+        setattr(made[name], NAME, lambda *given, **more: ("torchtitan's own", *given))
+    made["torchtitan"].__version__ = "0.3.0"  # type: ignore[attr-defined]
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield made
+
+
+def test_batches_with_masks_go_on_to_torchtitan(titan: dict[str, ModuleType]) -> None:
+    """Those of models that have its own attention; and a second `install` replaces the first."""
+    inputs, labels, extra = batch_of((10, 14))
+    install(Setup({"schedule": "ring"}, frozenset({7})))
+    install(Setup({}, frozenset({None, 5})))
+    for name in CALLERS:
+        prepare = getattr(titan[name], NAME)
+        masked = {**extra, "attention_masks": object()}
+        assert prepare(inputs, labels, masked, "self", "cpu", "headtail")[0] == "torchtitan's own"
+        part, _, found = prepare(inputs, labels, extra, "self", "cpu", "headtail", None)
+        assert torch.equal(part, inputs) and set(found["attention_masks"].masks) == {None, 5, 7}
+        assert found["attention_masks"].cp.schedule == "auto"
+
+
+@pytest.mark.parametrize(("version", "said"), [
+    ("0.2.2", "torchtitan 0.2.2 is not one that tokenring was run with: install torchtitan>=0.3,<0.4"),
+    ("0.4.0", "torchtitan 0.4.0 is not one"), ("nightly", "torchtitan nightly is not one"),
+])  # fmt: skip
+def test_other_versions_are_refused(version: str, said: str, titan: dict[str, ModuleType]) -> None:
+    titan["torchtitan"].__version__ = version  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError) as caught:
+        use_tokenring(object())
+    assert said in str(caught.value)
+    assert check_version(any_version=True) == version
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    with pytest.raises(BackendUnavailable) as caught:
+        use_tokenring(object())
+    assert f"pip install 'torchtitan{pip_requirement()}'" in str(caught.value)
+
+
+def test_another_config_is_refused(titan: dict[str, ModuleType]) -> None:
+    with pytest.raises(ConfigurationError, match=r"got a object: give a Trainer\.Config"):
+        use_tokenring(object())
