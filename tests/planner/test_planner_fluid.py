@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import SHAPES
 from plain_fluids import plain_rates, plainly
@@ -160,9 +160,9 @@ def test_shares_that_are_kept_are_those_computed_afresh(
 class OnlyTheirWires(Shares):
     """A mutant: routes that meet those that changed get a new share, those that meet these do not."""
 
-    def _joined(self) -> tuple[set[int], set[int]]:
+    def _joined(self) -> list[int]:
         routes = self._touched.union(*[self._over[wire] for route in self._touched for wire in self._routes[route]])
-        return routes, {wire for route in routes for wire in self._routes[route]}
+        return list({wire for route in routes for wire in self._routes[route]})
 
 
 def test_what_is_joined_by_several_wires_gets_another_share() -> None:
@@ -202,6 +202,7 @@ def exchanges(draw: st.DrawFn) -> tuple[Interconnect, list[list[Operation]], Mes
     return net, [[*posts, *rest] for posts, rest in zip(programs, waits, strict=True)], costs, window
 
 
+@settings(deadline=None)
 @given(exchanges())
 def test_transfers_arrive_as_if_each_were_moved_on_at_every_moment(
     found: tuple[Interconnect, list[list[Operation]], Messages, float],

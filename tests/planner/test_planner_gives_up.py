@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -13,13 +14,27 @@ from nets import BOTH, call, named, setting, two_node, workload
 from test_planner_simulate import drawn
 
 import tokenring as tr
+from tokenring.lowering.storage import storage_of
 from tokenring.planner.choosing.auto import make, make_in_order, plan_call, with_simulated
 from tokenring.planner.choosing.candidates import MISFIT
-from tokenring.planner.choosing.select import TOO_SLOW
+from tokenring.planner.choosing.select import TOO_MUCH, TOO_SLOW
 from tokenring.planner.interconnects.interconnect import Interconnect, full_mesh, ring, switch
-from tokenring.planner.simulation.predict import least_seconds, predict, predict_within, work_seconds
+from tokenring.planner.simulation.operations import Costs
+from tokenring.planner.simulation.predict import (
+    Setting,
+    kernels_of_rank,
+    least_seconds,
+    predict,
+    predict_within,
+    work_of,
+)
 from tokenring.schedule.schedule import Schedule
 from tokenring.schedule.scheme import NotWanted
+from tokenring.tables.rates import Machine, Messages, Rates
+
+SIDES = ((64, 0.0098), (2048, 0.01))  # kernels lose little by pieces
+COPIES = Machine(Rates("t", SIDES, SIDES, copy_gbs=1.0), Messages())
+COPIES_TAKE_LONG = Setting(workload(8, (8, 8), 512), full_mesh(8, 20.0), COPIES, BOTH)
 
 
 @settings(deadline=None, max_examples=40)
@@ -40,9 +55,13 @@ def test_the_work_of_one_rank_bounds_each_pass(seed: int) -> None:
     schedule, asked = drawn(seed)
     outcomes = predict(schedule, asked, record=True).outcomes
     for rank in range(schedule.world_size):
-        for work, outcome in zip(work_seconds(schedule, asked, rank)[0], outcomes, strict=True):
-            assert work <= outcome.busy_seconds[rank] * (1 + 1e-9)
-            assert work <= outcome.seconds * (1 + 1e-9)
+        for direction, outcome in zip(asked.passes, outcomes, strict=True):
+            work = work_of(schedule, asked, rank, direction)
+            assert work.alone_seconds <= outcome.busy_seconds[rank] * (1 + 1e-9)
+            assert work.alone_seconds <= outcome.seconds * (1 + 1e-9)
+            costs = Costs(schedule, asked.workload, direction, asked.machine.rates)
+            kernels = kernels_of_rank(storage_of(schedule), rank, asked.supports, costs)
+            assert kernels + work.beside_seconds <= outcome.busy_seconds[rank] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -116,3 +135,27 @@ def test_what_loses_by_its_kernels_gets_no_moves() -> None:
             make_in_order(asked, name, None, refuses)
         assert make_in_order(asked, name, None, lambda tiles: True) == made
     assert moves == [0] * len(lost)
+
+
+@pytest.mark.parametrize("name", ["ring", "usp/4", "ulysses", "packed/4", "mesh-kv/2x4", "relay/4"])
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_more_pieces_take_no_less_beside_kernels(name: str, pieces: int) -> None:
+    """So what a rank does of whole chunks rules finer forms out, by their kernels alone."""
+    asked = call(COPIES_TAKE_LONG, tr.Causal())
+    whole, finer = make(asked, name), make(asked, f"{name}/pieces{pieces}")
+    for rank, direction in product(range(0, 8, 3), BOTH):
+        less, more = (work_of(each, asked.setting, rank, direction).beside_seconds for each in (whole, finer))
+        assert 0 < less <= more * (1 + 1e-9)
+
+
+def test_what_loses_with_copies_as_in_whole_chunks_is_not_made_in_pieces() -> None:
+    """Tiles in pieces are refused by their kernels and what a rank did beside those of whole chunks; never the best."""
+    asked = call(COPIES_TAKE_LONG, tr.Causal())
+    found = plan_call(asked)
+    refused = [each.name for each in found.candidates if each.reason == TOO_MUCH]
+    assert refused
+    best = found.candidates[0].predicted_seconds or 0.0
+    for name in refused:
+        made = make(asked, name)
+        assert least_seconds(made, asked.setting).kernel_seconds <= best
+        assert predict(made, asked.setting).seconds > best

@@ -48,6 +48,8 @@ def prune(schedule: S) -> S:
     """Drop tiles that the mask hides, then moves that bring what no tile needs or carry what no tile made."""
     sees = sight_of(schedule)
     tiles = [seen for tile in schedule.tiles if (seen := sees.part(tile, tile.q, tile.kv)).q]
+    if not schedule.moves:
+        return schedule.replace(tiles=tuple(tiles))
     used = {(block, rank) for _, rank, q, kv in tiles for block in (*q, *kv)}
     kept = {*_needed_requests(schedule, used), *_fed_partials(schedule, used)}
     moves = tuple(move for at, move in enumerate(schedule.moves) if at in kept)

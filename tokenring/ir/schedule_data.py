@@ -8,6 +8,7 @@ tiles up to this step). A step is an order, never a barrier.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -240,13 +241,18 @@ class ScheduleData:
 
     @cached_property
     def _moves_by_pass(self) -> dict[Pass, tuple[Move, ...]]:
-        moving = {direction: self._moving(direction) for direction in PASSES}
+        moving = {direction: self.moving(direction) for direction in PASSES}
         return {
             direction: tuple(move for move in self.moves if move.block.kind in kinds)
             for direction, kinds in moving.items()
         }
 
-    def _moving(self, direction: Pass) -> frozenset[str]:
+    @cached_property
+    def moves_by_pair(self) -> Mapping[tuple[int, int, Kind], int]:
+        """The number of moves from one rank to another of blocks of a kind, of all that any pass makes."""
+        return Counter((src, dst, block[0]) for _, block, src, dst, _, _, _ in self.moves)
+
+    def moving(self, direction: Pass) -> frozenset[Kind]:
         """Return the kinds of blocks that move in a pass."""
         kept = {"kv"} & self.keep if direction == "backward" else set()
         return frozenset(kind for kind in KINDS if (kind, direction) in self.operator.carries and kind not in kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -52,8 +52,9 @@ def link_bytes(schedule: ScheduleData, workload: Workload, direction: Pass = "fo
     records = Records(schedule, workload, direction)
     rows = _even_rows(schedule, direction) or _moved_rows(schedule, direction)
     links: dict[tuple[int, int], int] = defaultdict(int)
+    of_row = {key: records(*key).nbytes for key in {each[2:] for each in rows}}
     for (src, dst, kind, precise), count in rows.items():
-        links[src, dst] += count * records(kind, precise).nbytes
+        links[src, dst] += count * of_row[kind, precise]
     return dict(sorted(links.items()))
 
 
@@ -74,8 +75,9 @@ def _even_rows(schedule: ScheduleData, direction: Pass) -> dict[tuple[int, int, 
         return None
     if not (schedule.q_layout.is_even and schedule.kv_layout.is_even):
         return None
-    counted = Counter((src, dst, block[0]) for _, block, src, dst, _, _, _ in schedule.moves_in(direction))
-    return {(src, dst, kind, False): count * schedule.unit_length(kind) for (src, dst, kind), count in counted.items()}
+    lengths = {kind: schedule.unit_length(kind) for kind in schedule.moving(direction)}
+    counted = schedule.moves_by_pair.items()
+    return {(src, dst, kind, False): n * lengths[kind] for (src, dst, kind), n in counted if kind in lengths}
 
 
 def connections(some: Iterable[Link], target: Target, rank: int) -> int:

@@ -28,10 +28,10 @@ from tokenring.planner.choosing.memory_limits import needs
 from tokenring.planner.choosing.plan import Forecast, Plan
 from tokenring.planner.choosing.progress import Progress
 from tokenring.planner.choosing.scale_out import LEAST_HOSTS, Task, forecast, has_equal_hosts, is_large, promising
-from tokenring.planner.choosing.select import SAME, TOO_SLOW, decide, judge
+from tokenring.planner.choosing.select import SAME, TOO_MUCH, TOO_SLOW, decide, judge
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.rank_order import good_order, node_sizes
-from tokenring.planner.simulation.predict import Setting
+from tokenring.planner.simulation.predict import Setting, Worked
 from tokenring.schedule.families.registry import FAMILIES, expand, is_known, parse
 from tokenring.schedule.names import CUT_BY_DEFAULT, named_schedule
 from tokenring.schedule.schedule import Schedule
@@ -127,20 +127,30 @@ def _plan(call: CallToPlan) -> Plan:
 def _refined(call: CallToPlan, first: Judgement) -> Judgement:
     """Judge finer forms of the best of the first round, each in more pieces only where fewer did not rule it out."""
     found, some = first, _worth_refining(call, first)
-    whole = {each.name: each.schedule for each in first.judged}
+    whole = {each.name: each for each in first.judged}
     for option in (LATE, *(f"/pieces{pieces}" for pieces in PIECES)):
         finer = {f"{name}{option}": name for name in some}
-        found = judge(_choices(call, finer, whole), call.setting, call.memory_limit_bytes, call.everything, found)
+        choices = _choices(call, finer, {name: whole[name].schedule for name in some})
+        choices = [replace(each, worked=_worked_whole(whole[finer[each.name]])) for each in choices]
+        found = judge(choices, call.setting, call.memory_limit_bytes, call.everything, found)
         if option != LATE and call.memory_limit_bytes is None and not call.everything:
             some = [name for each, name in finer.items() if _may_be_finer(each, found)]
     return found
+
+
+def _worked_whole(each: Judged) -> tuple[Worked, ...]:
+    """Return what a rank does of a schedule whose blocks are whole chunks: in pieces it is no less beside kernels.
+
+    Of a schedule in pieces finer ones may see nothing, and stay where they are.
+    """
+    return each.least.worked if each.schedule.q_pieces == each.schedule.kv_pieces == 1 else ()
 
 
 def _may_be_finer(name: str, found: Judgement) -> bool:
     """Return whether more pieces may still win: work and bytes of these do not rule them out, and more have no less."""
     this = next((each for each in found.judged if each.name == name), None)
     if this is None:  # it is like another, does not fit, or its kernels take too long
-        return not any(each.name == name and each.reason == TOO_SLOW for each in found.misfits)
+        return not any(each.name == name and each.reason in (TOO_SLOW, TOO_MUCH) for each in found.misfits)
     return this.least.seconds <= found.judged[0].weighed_seconds * SAME  # more kernels make its risk smaller
 
 

@@ -9,15 +9,17 @@ from dataclasses import dataclass, replace
 
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import Pass
+from tokenring.lowering.calls import anything
 from tokenring.lowering.footprint import HeldBytes, held, kept_bytes, link_bytes, program_bytes
 from tokenring.lowering.lower import lower
 from tokenring.lowering.program import Program
+from tokenring.lowering.storage import storage_of
 from tokenring.lowering.target import Contacts, Target, links
 from tokenring.planner.choosing.symmetry import FoldedNet, folded, symmetry_of
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.simulation.chained import chained_seconds
-from tokenring.planner.simulation.operations import Operation, operations
-from tokenring.planner.simulation.predict import WINDOW_SHARE, Setting, kernel_seconds_of
+from tokenring.planner.simulation.operations import Costs, Operation, operations
+from tokenring.planner.simulation.predict import WINDOW_SHARE, Setting, kernel_seconds_of, kernels_of_rank
 from tokenring.planner.simulation.simulate import TakesLonger, simulate
 from tokenring.schedule.families.registry import parse
 from tokenring.schedule.scheme import Scheme
@@ -88,6 +90,7 @@ class FoldedWorld:
         self._costs: dict[Pass, dict[int, list[Operation]]] = {each: {} for each in setting.passes}  # the same
         self._chained: dict[Pass, float] = {}
         self._wires: dict[Pass, float] = {}
+        self._kernels: dict[Pass, float] = {}
 
     def one_pass(self, direction: Pass, most_seconds: float = math.inf) -> Figures:
         """Return the figures of a pass. Raises TakesLonger where it is known that it does."""
@@ -117,6 +120,13 @@ class FoldedWorld:
                         loads[wire] += nbytes
             self._wires[direction] = max((load / self.net.gbs(wire) / 1e9 for wire, load in loads.items()), default=0.0)
         return self._wires[direction]
+
+    def kernel_seconds(self, direction: Pass) -> float:
+        """Return how long the kernels of rank 0 take in a pass."""
+        if direction not in self._kernels:
+            costs = Costs(self.schedule, self.size, direction, self.rates)
+            self._kernels[direction] = kernels_of_rank(storage_of(self.schedule), 0, anything, costs)
+        return self._kernels[direction]
 
     def least_seconds(self, direction: Pass) -> float:
         """Return how long a pass takes at least: its busiest wire, or rank 0 with what it waits for."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenring.planner.choosing.candidates import Candidate
-from tokenring.planner.simulation.predict import Least, Prediction
+from tokenring.planner.simulation.predict import Least, Prediction, Worked
 from tokenring.schedule.schedule import Schedule
 
 RISK = 0.1  # of the time for which the busiest wire alone is at work: where predictions fall short, it is there
@@ -17,13 +17,15 @@ class Selection:
     """A schedule that may be chosen, by the name that makes it again; made when it is first needed.
 
     looked_at: called once it is known what becomes of it. make_if: makes it if its tiles are wanted, before it has
-    moves; raises NotWanted.
+    moves; raises NotWanted. worked: what a rank does of the same in fewer pieces, where that is known: more pieces take
+    no less beside kernels.
     """
 
     name: str
     make: Callable[[], Schedule]
     looked_at: Callable[[], None] = lambda: None
     make_if: Callable[[Callable[[Schedule], bool]], Schedule] | None = None
+    worked: tuple[Worked, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from heapq import heapify, heappop, heappush
 
 from tokenring.display.units import time_text
 from tokenring.errors import ConfigurationError, MemoryLimitError
-from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.footprint import HeldBytes
 from tokenring.planner.bounds.bound import Bound
 from tokenring.planner.choosing.candidates import Candidate, over_limit
@@ -91,25 +90,24 @@ def _judged(
 ) -> Iterator[tuple[str, Figures | ConfigurationError | None]]:
     """Yield the figures, or why there are none; None where it takes more than so many times as long as enough others.
 
-    best: so many that keep to the limit are enough. Those that need least come first: by their busiest wires at first,
-    and then by all that a rank does, too.
+    best: so many that keep to the limit are enough. Those that need least come first: by their busiest wires and the
+    kernels of a rank at first, and then, pass by pass, by all that it does; the last pass has most to it.
     """
     fastest = [math.inf] * best  # of what keeps to the limit
-    waiting: list[tuple[float, int, str, bool]] = []
+    waiting: list[tuple[float, int, str, int]] = []  # the last: passes of which all was counted
     task.progress.known += len(names)
     for at, name in enumerate(names):
         try:
-            waiting.append((sum(world.wire_seconds(each) for world, each in _last_world(name, task)), at, name, False))
+            waiting.append((_least_seconds(name, task, 0), at, name, 0))
         except ConfigurationError as error:
             task.progress.looked_at += 1
             yield name, error
     heapify(waiting)
     while waiting:
-        least, at, name, worked = heappop(waiting)
+        least, at, name, counted = heappop(waiting)
         most = ROUNDING * times * fastest[best - 1]
-        if not worked and not (least > most and _is_whole(name, task)):
-            least = sum(world.least_seconds(each) for world, each in _last_world(name, task))
-            heappush(waiting, (least, at, name, True))
+        if counted < len(task.setting.passes) and not (least > most and _is_whole(name, task)):
+            heappush(waiting, (_least_seconds(name, task, counted + 1), at, name, counted + 1))
             continue
         task.progress.looked_at += 1
         try:
@@ -123,10 +121,15 @@ def _judged(
             yield name, each
 
 
-def _last_world(name: str, task: Task) -> Iterator[tuple[FoldedWorld, Pass]]:
-    """Yield the larger of the schedule's worlds, or its only one, with each pass. Raises ConfigurationError."""
-    worlds, _ = _worlds(name, task, FEW_HOSTS)
-    return ((worlds[-1], each) for each in task.setting.passes)
+def _least_seconds(name: str, task: Task, counted: int) -> float:
+    """Return what the schedule takes at least in the larger of its worlds, or its only one: by its wires and kernels.
+
+    counted: of so many of the last passes, by all that a rank does. Raises ConfigurationError if it does not fold.
+    """
+    world, passes = _worlds(name, task, FEW_HOSTS)[0][-1], task.setting.passes
+    rest = passes[: len(passes) - counted]
+    least = sum(max(world.wire_seconds(each), world.kernel_seconds(each)) for each in rest)
+    return least + sum(map(world.least_seconds, passes[len(rest) :]))
 
 
 def _is_whole(name: str, task: Task) -> bool:

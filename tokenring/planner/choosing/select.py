@@ -18,12 +18,14 @@ from tokenring.planner.choosing.memory_limits import least_bytes, needs, smalles
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.simulation.predict import (
     Busiest,
+    Least,
     Prediction,
     Setting,
+    Worked,
     least_seconds,
     most_laden,
     predict_within,
-    work_seconds,
+    work_of,
 )
 from tokenring.schedule.schedule import Schedule
 from tokenring.schedule.scheme import NotWanted
@@ -34,6 +36,7 @@ SAME = 1.001  # predictions so close are equal: the simpler schedule, which come
 BINDS = 0.5  # of the time, from which on it is what a schedule is bound by
 NOTHING = 0.005  # a difference that rounds to 0%
 TOO_SLOW = "its kernels alone take longer than the fastest"
+TOO_MUCH = "its kernels, with copies and merges as in fewer pieces, take longer than the fastest"
 
 
 def select(
@@ -117,37 +120,43 @@ def _simulated(
     """Yield the schedules with predictions, the most promising first; without, where they cannot win.
 
     A schedule waits in order of the least that it takes, and each time that it is the first more is counted: its wires
-    and the kernels of one rank; all that this rank does; the kernels of all ranks, and how it is weighed.
+    and the kernels of one rank; all that this rank does, pass by pass, the longest first; the kernels of all ranks, how
+    it is weighed, and what that rank waits for.
     """
     waiting = [(each.seconds, at, each, ALL if everything else WIRES) for at, each in enumerate(some)]
     heapq.heapify(waiting)
     while waiting:
         least, at, each, counted = heapq.heappop(waiting)
-        if not everything and least > fastest * SAME:
-            yield each
+        most = math.inf if everything else fastest * SAME
+        if least > most:
+            waits = counted == ALL and each.weighed_seconds <= most  # too long, which pieces may change
+            yield replace(each, exceeds_seconds=most - each.risk_seconds) if waits else each
         elif counted == WIRES:
-            work = work_seconds(each.schedule, setting, each.least.busiest_rank)
-            each = replace(each, least=each.least.with_work(*work))
-            heapq.heappush(waiting, (each.seconds, at, each, WORK))
+            each = replace(each, least=_with_one_more(each, setting))
+            left = len(each.least.worked) < len(setting.passes)
+            heapq.heappush(waiting, (each.seconds, at, each, WIRES if left else WORK))
         elif counted == WORK:
             whole = least_seconds(each.schedule, setting, (), each.least.wires)
-            whole = whole.with_work(each.least.of_passes, each.least.chained)
-            each = replace(each, least=whole)
-            heapq.heappush(waiting, (each.weighed_seconds, at, each, ALL))
+            each = replace(each, least=whole.with_work(each.least.worked))
+            heapq.heappush(waiting, (sum(each.least.with_waits) + each.risk_seconds, at, each, ALL))
         else:
-            most = math.inf if everything else fastest * SAME - each.risk_seconds
-            each = _predicted(each, setting, most)
+            each = _predicted(each, setting, most - each.risk_seconds)
             if each.fits(limit_bytes):
                 fastest = min(fastest, each.weighed_seconds)
             yield each
 
 
+def _with_one_more(each: Judged, setting: Setting) -> Least:
+    """Return the least with all that the rank does in one more pass: first in the last one, which has more to it."""
+    least = each.least
+    direction = setting.passes[-1 - len(least.worked)]
+    return least.with_work((work_of(each.schedule, setting, least.busiest_rank, direction), *least.worked))
+
+
 def _predicted(each: Judged, setting: Setting, most_seconds: float) -> Judged:
     """Return the schedule with its prediction; without, where it takes longer than `most_seconds`."""
     least, most = each.least.with_waits, most_seconds * ROUNDING
-    found = None
-    if sum(least) <= most:
-        found = predict_within(each.schedule, setting, most, least, wires=each.least.wires)
+    found = predict_within(each.schedule, setting, most, least, wires=each.least.wires)
     return replace(each, prediction=found, exceeds_seconds=most_seconds if found is None else None)
 
 
@@ -166,22 +175,19 @@ def _made(
 ) -> tuple[list[tuple[str, Schedule]], list[Candidate]]:
     """Return the schedules of those choices that can be made and are none of those there were, and the others.
 
-    most_seconds: what takes longer by the kernels of one rank alone is not made.
+    most_seconds: what takes longer by the kernels of one rank is not made, or by these and what it does beside them.
     """
-
-    def wanted(tiles: Schedule) -> bool:
-        return least_seconds(tiles, setting, (most_laden(tiles),)).seconds <= most_seconds
-
     seen = {each.schedule.replace(name="") for each in before.judged}
     made: list[tuple[str, Schedule]] = []
     misfits: list[Candidate] = []
     for choice in choices:
+        wanted = _Wanted(setting, most_seconds, choice.worked)
         try:
             make_if = choice.make_if if most_seconds < math.inf else None
             schedule = choice.make() if make_if is None else make_if(wanted)
             check_connections(schedule, setting)
         except NotWanted:
-            misfits.append(Candidate(choice.name, None, None, None, None, None, None, TOO_SLOW))
+            misfits.append(Candidate(choice.name, None, None, None, None, None, None, wanted.why_not))
             choice.looked_at()
             continue
         except ConfigurationError as error:
@@ -195,6 +201,24 @@ def _made(
             seen.add(nameless)
             made.append((choice.name, schedule))
     return made, misfits
+
+
+class _Wanted:
+    """The question whether tiles may be those of the fastest schedule, and why they are not."""
+
+    def __init__(self, setting: Setting, most_seconds: float, worked: Sequence[Worked]) -> None:
+        self.setting, self.most_seconds, self.worked = setting, most_seconds, worked
+        self.why_not = TOO_SLOW
+
+    def __call__(self, tiles: Schedule) -> bool:
+        """Return whether kernels of one rank end in time, and of the one that worked with what it did beside."""
+        if least_seconds(tiles, self.setting, (most_laden(tiles),)).seconds > self.most_seconds:
+            return False
+        if not self.worked:
+            return True
+        self.why_not = TOO_MUCH
+        kernels = least_seconds(tiles, self.setting, (self.worked[0].rank,)).kernel_seconds
+        return kernels + sum(each.beside_seconds for each in self.worked) <= self.most_seconds
 
 
 def check_connections(schedule: Schedule, setting: Setting) -> None:

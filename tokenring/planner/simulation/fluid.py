@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heapreplace
+from itertools import permutations
 
 TIE = 1 + 1e-9  # shares so close are one
 
@@ -22,6 +24,7 @@ class Shares:
         self._wires: dict[str, int] = {}  # their numbers
         self._widths: list[float] = []
         self._over: list[set[int]] = []  # of each wire the routes over it that are taken
+        self._beside: list[dict[int, int]] = []  # of each wire the others that such routes pass, and how many do
         self._load: list[int] = []  # of each wire the transfers over it, as often as they pass it
         self._routes: list[tuple[int, ...]] = []  # of each route its wires
         self._takers: list[int] = []  # of each route
@@ -40,25 +43,37 @@ class Shares:
 
     def change(self, route: int, more: int) -> None:
         """Note that so many transfers more take a route."""
+        if not more:
+            return
         before = self._takers[route]
         self._takers[route] += more
         self._touched.add(route)
-        for wire in self._routes[route]:
+        wires = self._routes[route]
+        for wire in wires:
             self._load[wire] += more
             if not before:
                 self._over[wire].add(route)
             elif before + more == 0:
                 self._over[wire].discard(route)
+        if not before or before + more == 0:
+            for wire, other in permutations(wires, 2):
+                beside = self._beside[wire]
+                if number := beside.pop(other, 0) + (-1 if before else 1):
+                    beside[other] = number
 
     def divide(self) -> list[int]:
         """Share out anew what is joined with routes whose takers changed; return those of another share than before."""
-        routes, wires = self._joined()
-        found = dict.fromkeys(routes, 0.0)
-        if routes:
-            self._fill({route for route in routes if self._takers[route]}, wires, found)
-        changed = [route for route, rate in found.items() if rate != self.rates[route]]
+        found: dict[int, float] = {}
+        self._fill(self._joined(), found)
+        for route in self._touched:
+            if not self._takers[route]:
+                found[route] = 0.0
+            elif not self._routes[route]:
+                found[route] = self._cap
+        rates = self.rates
+        changed = [route for route, rate in found.items() if rate != rates[route]]
         for route in changed:
-            self.rates[route] = found[route]
+            rates[route] = found[route]
         self._touched = set()
         return changed
 
@@ -67,46 +82,45 @@ class Shares:
             self._wires[name] = len(self._widths)
             self._widths.append(self._width(name))
             self._over.append(set())
+            self._beside.append({})
             self._load.append(0)
         return self._wires[name]
 
-    def _joined(self) -> tuple[set[int], set[int]]:
-        """Return the routes that changed, those that are taken and share a wire with them, and so on; and all wires."""
-        routes, fresh, wires = set(self._touched), self._touched, set[int]()
-        while fresh:
-            met = {wire for route in fresh for wire in self._routes[route]} - wires
-            wires |= met
-            fresh = set().union(*[self._over[wire] for wire in met]) - routes
-            routes |= fresh
-        return routes, wires
+    def _joined(self) -> list[int]:
+        """Return the wires of the routes that changed, those of taken routes that share one of them, and so on."""
+        known = {wire for route in self._touched for wire in self._routes[route]}
+        found = list(known)
+        for wire in found:  # which grows
+            if fresh := self._beside[wire].keys() - known:
+                known |= fresh
+                found += fresh
+        return found
 
-    def _fill(self, waiting: set[int], wires: Iterable[int], rates: dict[int, float]) -> None:
+    def _fill(self, wires: Iterable[int], rates: dict[int, float]) -> None:
         """Divide the wires by progressive filling (Bertsekas and Gallager, Data Networks, §6.5.2)."""
-        routes, takers, over = self._routes, self._takers, self._over
-        left, count, shares = {}, {}, {}  # of wires: what is not given yet, to whom it may go, and what each would get
-        for wire in wires:
-            if number := self._load[wire]:
-                left[wire], count[wire] = self._widths[wire], number
-                shares[wire] = left[wire] / number
-        while waiting:
-            share = min(shares.values(), default=math.inf)
-            if share >= self._cap:
-                rates.update(dict.fromkeys(waiting, self._cap))
-                return
-            most = share * TIE
-            full = waiting.intersection(set().union(*[over[wire] for wire, gets in shares.items() if gets <= most]))
-            touched = set[int]()
-            for route in full:
-                rates[route] = share
-                number, wires = takers[route], routes[route]
-                given = share * number
-                for wire in wires:
-                    left[wire] -= given
-                    count[wire] -= number
-                touched.update(wires)
-            for wire in touched:
-                if number := count[wire]:
-                    shares[wire] = left[wire] / number
-                else:
-                    del shares[wire]
-            waiting = waiting - full
+        routes, takers, over, cap = self._routes, self._takers, self._over, self._cap
+        left, count = self._widths.copy(), self._load.copy()  # what is not given yet, and to how many it may go
+        fullest = [(left[wire] / count[wire], wire) for wire in wires if count[wire]]  # a heap; shares rise meanwhile
+        heapify(fullest)
+        share = 0.0
+        while fullest:
+            before, wire = fullest[0]
+            number = count[wire]
+            if not number:
+                heappop(fullest)
+                continue
+            gets = left[wire] / number
+            if gets > before * TIE:
+                heapreplace(fullest, (gets, wire))
+                continue
+            heappop(fullest)
+            if gets > share * TIE:
+                share = min(gets, cap)
+            for route in over[wire]:
+                if route not in rates:
+                    rates[route] = share
+                    number = takers[route]
+                    given = share * number
+                    for other in routes[route]:
+                        left[other] -= given
+                        count[other] -= number

@@ -17,7 +17,7 @@ from tokenring.lowering.storage import Storage, storage_of
 from tokenring.lowering.target import IDEAL, Target, contacts
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.simulation.chained import chained_seconds
-from tokenring.planner.simulation.operations import Compute, Costs, Operation, alone_seconds
+from tokenring.planner.simulation.operations import Compute, Costs, Operation, alone_seconds, busy_seconds
 from tokenring.planner.simulation.simulate import Outcome, TakesLonger, simulate
 from tokenring.sequence.workload import Workload
 from tokenring.tables.rates import Machine
@@ -93,26 +93,43 @@ class Setting:
         return self.target.early_receives and not self.machine.messages.pair_serial
 
 
+class Worked(NamedTuple):
+    """What a rank does in a pass.
+
+    alone_seconds: kernels, copies, merges, posts, each no earlier than it is launched. beside_seconds: without kernels
+    and launches. chained_seconds: with what it waits for, as if all others were always ready. Pieces wait for less: so
+    this last says what cannot win as it is, and never what to try in pieces.
+    """
+
+    rank: int
+    alone_seconds: float
+    beside_seconds: float
+    chained_seconds: float
+
+
 class Least(NamedTuple):
     """The least that a schedule needs, as its parts overlap at best.
 
     of_passes: seconds of each pass. kernel_seconds: as a prediction's compute_seconds, of the ranks that were looked
-    at. busiest_rank: of these, the one whose kernels take longest in the last pass. work_seconds: of all that this rank
-    does, once that was counted. chained: of each pass, that rank with what it waits for; empty where not counted.
-    Pieces wait for less: so this says what cannot win as it is, and never what to try in pieces.
+    at. busiest_rank: of these, the one whose kernels take longest in the last pass. worked: what one such rank does, in
+    the last passes, as many as were counted.
     """
 
     of_passes: tuple[float, ...]
     wires: Busiest
     kernel_seconds: float
     busiest_rank: int
-    work_seconds: float = 0.0
-    chained: tuple[float, ...] = ()
+    worked: tuple[Worked, ...] = ()
 
     @property
     def with_waits(self) -> tuple[float, ...]:
         """Seconds that each pass takes at least, as it is."""
-        return tuple(map(max, self.of_passes, self.chained)) if self.chained else self.of_passes
+        return self._at_least([each.chained_seconds for each in self.worked])
+
+    @property
+    def work_seconds(self) -> float:
+        """Seconds of all that the rank does in the passes that were counted."""
+        return sum(each.alone_seconds for each in self.worked)
 
     @property
     def seconds(self) -> float:
@@ -124,11 +141,14 @@ class Least(NamedTuple):
         """Seconds of the busiest wire of each pass, for the bytes alone."""
         return self.wires.seconds
 
-    def with_work(self, of_passes: Iterable[float], chained: Iterable[float] = ()) -> Least:
-        """Return the least where a rank is busy for so long in each pass, and takes so long with what it waits for."""
-        work = tuple(of_passes)
-        least = tuple(map(max, self.of_passes, work))
-        return self._replace(of_passes=least, work_seconds=sum(work), chained=tuple(chained))
+    def with_work(self, worked: tuple[Worked, ...]) -> Least:
+        """Return the least where the busiest rank does so much in the last passes."""
+        return self._replace(of_passes=self._at_least([each.alone_seconds for each in worked]), worked=worked)
+
+    def _at_least(self, of_last: Sequence[float]) -> tuple[float, ...]:
+        """Return the seconds of each pass where the last ones take at least so long."""
+        first = len(self.of_passes) - len(of_last)
+        return (*self.of_passes[:first], *map(max, self.of_passes[first:], of_last))
 
 
 def least_seconds(
@@ -143,7 +163,7 @@ def least_seconds(
     kernels, of_ranks = [], [0.0]
     for direction in setting.passes:
         costs = Costs(schedule, setting.workload, direction, setting.machine.rates)
-        of_ranks = [_kernels_of_rank(storage, rank, setting, costs) for rank in ranks]
+        of_ranks = [kernels_of_rank(storage, rank, setting.supports, costs) for rank in ranks]
         kernels.append(setting.machine.kernel_seconds(of_ranks))
     net = setting.interconnect
     moving = [each.seconds - _burst_seconds(each.wire, net) for each in wires.of_passes]
@@ -158,24 +178,20 @@ def most_laden(schedule: ScheduleData) -> int:
     return max(load, key=load.__getitem__, default=0)
 
 
-def _kernels_of_rank(storage: Storage, rank: int, setting: Setting, costs: Costs) -> float:
-    of_tiles = calls_of_rank(storage, rank, setting.supports)
+def kernels_of_rank(storage: Storage, rank: int, supports: Supports, costs: Costs) -> float:
+    """Return the seconds of all kernels of a rank in the pass of these costs: nothing has to be lowered for them."""
+    of_tiles = calls_of_rank(storage, rank, supports)
     return sum(costs.kernel_seconds(call.patch) for _, made in of_tiles for call in made)
 
 
-def work_seconds(schedule: ScheduleData, setting: Setting, rank: int) -> tuple[list[float], list[float]]:
-    """Return how long a rank takes in each pass, alone and with what it waits for. No pass takes less.
-
-    Alone: kernels, copies, merges, posts. The second is as long as if all others were always ready.
-    """
-    alone, chained = [], []
-    for direction in setting.passes:
-        costs = Costs(schedule, setting.workload, direction, setting.machine.rates)
-        (program,) = lowered(schedule, setting, direction, [rank])
-        made = costs.operations(program)
-        alone.append(alone_seconds(made, setting.machine.messages.post_seconds))
-        chained.append(_chained({rank: made}, setting, whole=False))
-    return alone, chained
+def work_of(schedule: ScheduleData, setting: Setting, rank: int, direction: Pass) -> Worked:
+    """Return what a rank does in a pass, alone and with what it waits for: no pass takes less."""
+    costs = Costs(schedule, setting.workload, direction, setting.machine.rates)
+    post_seconds = setting.machine.messages.post_seconds
+    (program,) = lowered(schedule, setting, direction, [rank])
+    made = costs.operations(program)
+    beside = sum(busy_seconds(each, post_seconds) for each in made) - kernel_seconds_of(made)
+    return Worked(rank, alone_seconds(made, post_seconds), beside, _chained({rank: made}, setting, whole=False))
 
 
 def _chained(programs: Mapping[int, Sequence[Operation]], setting: Setting, whole: bool = True) -> float:
@@ -244,11 +260,13 @@ def predict_within(
     least_of_passes: seconds that each pass takes at least. wires: the busiest, where they are known.
     """
     spare_seconds, passes = most_seconds - sum(least_of_passes), []
-    for direction, least in zip(setting.passes, least_of_passes, strict=True):
+    # The last pass first: it has more to it, and may show alone that the others need not be lowered.
+    for direction, least in zip(reversed(setting.passes), reversed(least_of_passes), strict=True):
         passes.append(one := _PassToSimulate(schedule, setting, direction, least, most_seconds < math.inf))
         spare_seconds -= one.least_seconds - least
         if spare_seconds < 0:  # nothing is simulated of what all passes rule out together
             return None
+    passes.reverse()
     made = []
     for one in passes:
         try:
