@@ -38,11 +38,12 @@ class BlockCodec(ABC):
         self._write(scaled, elements)
         into_scales.copy_(scales)
 
-    def decode(self, rows: torch.Tensor, into: torch.Tensor) -> None:
-        """Read bytes [..., row_bytes] as rows [..., width] in the dtype of `into`, whose last axis is contiguous."""
+    def decode(self, rows: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        """Read bytes [..., row_bytes] as rows [..., width] in the dtype of `into`, contiguous, and return that."""
         elements, scales = self._parts(rows)
         self._read(elements, into)
         _apart(into, self.format.block).mul_(_powers(scales).to(into.dtype).unsqueeze(-1))
+        return into
 
     def _parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of the bytes of elements and of scales."""

@@ -25,8 +25,8 @@ class Codec(Protocol):
         """Write rows [..., width] as bytes [..., row_bytes]."""
         ...
 
-    def decode(self, rows: torch.Tensor, into: torch.Tensor) -> None:
-        """Read bytes [..., row_bytes] as rows [..., width] in the dtype of `into`."""
+    def decode(self, rows: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        """Read bytes [..., row_bytes] as rows [..., width] in the dtype of `into`, contiguous, and return that."""
         ...
 
 
@@ -40,9 +40,9 @@ class Cast:
         """Write rows [..., width] as bytes [..., row_bytes], aligned to the dtype."""
         into.view(self._dtype).copy_(rows)
 
-    def decode(self, rows: torch.Tensor, into: torch.Tensor) -> None:
-        """Read bytes [..., row_bytes] as rows [..., width]."""
-        into.copy_(rows.view(self._dtype))
+    def decode(self, rows: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        """Read bytes [..., row_bytes] as rows [..., width], and return them."""
+        return into.copy_(rows.view(self._dtype))
 
 
 @cache

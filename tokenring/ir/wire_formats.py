@@ -6,10 +6,26 @@ all of them are scaled. The elements are FP8 (E4M3, E5M2), INT8 or FP4 (E2M1). `
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tokenring.errors import ConfigurationError
+from tokenring.ir.schedule_data import FULL, PASSES, Kind, Pass
 from tokenring.nearest import hint
+
+if TYPE_CHECKING:
+    from tokenring.ir.schedule_data import ScheduleData
+
+Made = TypeVar("Made", bound="ScheduleData")
+Codecs = tuple[tuple[str, str], ...]
+SHORT = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}  # formats that are a dtype
+ENCODED: tuple[Kind, ...] = ("kv", "q", "q_partial")  # of a linear layer with a format: never gradients of weights
+# What is encoded on the way to a result of a layer: the factors that may travel, and itself where it goes home.
+ON_THE_WAY: Mapping[str, Mapping[Pass, Mapping[str, tuple[Kind, ...]]]] = {
+    "column": {"forward": {"c": ("q", "kv")}, "backward": {"dx": ("kv", "q_partial"), "dw": ("q",)}},
+    "row": {"forward": {"y": ("kv", "q_partial")}, "backward": {"dc": ("q", "kv"), "dw": ("q",)}},
+}
 
 
 class WireFormat(NamedTuple):
@@ -49,3 +65,58 @@ def wire_format(name: object) -> WireFormat:
     if found is None:
         raise ConfigurationError(f"wire={name!r}: use one of {', '.join(FORMATS)}{hint(name, FORMATS)}")
     return found
+
+
+def check_width(name: str, width: int) -> None:
+    """Raise ConfigurationError unless the blocks of a format divide rows of this width."""
+    block = wire_format(name).block
+    if width % block:
+        raise ConfigurationError(
+            f"{name} on the wire has blocks of {block} elements, which do not divide rows of {width}: take a width "
+            f"that is a multiple of {block}, or another format, as bf16"
+        )
+
+
+def codecs_of(wire: str | None, dtype: object, kinds: Iterable[str]) -> Codecs:
+    """Return the codecs by which these kinds go in a format: none if tensors of this dtype are in it already."""
+    return () if wire is None or SHORT.get(str(dtype)) == wire else tuple((kind, wire) for kind in kinds)
+
+
+def encoded(schedule: Made, codecs: Codecs) -> Made:
+    """Return a schedule with these codecs, but for those of partials to which relays add: these go in fp32."""
+    added = {str(move.block.kind) for move in schedule.moves if move.add}
+    return schedule.replace(codecs=tuple(each for each in codecs if each[0] not in added or each[1] == FULL))
+
+
+def encodings(schedule: ScheduleData, direction: Pass) -> dict[str, list[WireFormat]]:
+    """Return what is encoded on the way to each result of a linear layer's pass: once each, also by way of relays."""
+    formats = schedule.formats
+    moving = {move.block.kind for move in schedule.moves_in(direction)}
+    ways = ON_THE_WAY.get(schedule.operator.name, {}).get(direction, {})
+    return {
+        result: [FORMATS[formats[kind]] for kind in kinds if kind in moving and kind in formats]
+        for result, kinds in ways.items()
+    }
+
+
+def added_error(forms: Iterable[WireFormat]) -> float:
+    """Return the relative rms error of encodings that are independent of each other."""
+    return math.sqrt(sum(form.relative_rms**2 for form in forms))
+
+
+def wire_report(schedule: ScheduleData, passes: Iterable[Pass] = PASSES) -> list[str]:
+    """Return what a plan says of the schedule's formats: bytes, and the error that they add; nothing without any."""
+    lines = []
+    for name in sorted(set(schedule.formats.values())):
+        form, kinds = FORMATS[name], [kind for kind, each in schedule.formats.items() if each == name]
+        size = (form.element_bits + 8 * form.scale_bytes / form.block) / 8
+        lines.append(
+            f"on the wire: {', '.join(kinds)} in {name}, {size:.3f} bytes an element; each is encoded once, with a "
+            f"relative error of {form.relative_rms:.2g}"
+        )
+    for direction in passes:
+        found = encodings(schedule, direction)
+        errors = [f"{result} {added_error(forms):.2g}" for result, forms in found.items()]
+        if lines and errors:
+            lines.append(f"relative error that this adds, {direction}: at most {', '.join(errors)}")
+    return lines
