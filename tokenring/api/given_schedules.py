@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tokenring.api.arguments import check_made_for
+from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing.plan import Plan
 from tokenring.schedule.schedule import GivenSchedule, Schedule
 from tokenring.schedule.scheme import Scheme, build
+from tokenring.sequence.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from tokenring.backends.interfaces import AttentionKernel, Transport
     from tokenring.lowering.target import Target
     from tokenring.planner.choosing.planner import Planner
-    from tokenring.sequence.layout import Layout
+    from tokenring.sequence.mask import Mask
     from tokenring.sequence.workload import Request
 
 
@@ -32,6 +33,23 @@ def given_schedule(
     check_made_for(asked.schedule, *layouts, request.mask)
     reason = f"the plan that was given: {asked.reason}"
     return replace(asked, schedule=asked.schedule.verify(), workload=request.workload, reason=reason)
+
+
+def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:
+    """Raise ConfigurationError unless the schedule was made for the layouts and the mask of the call."""
+    for what, made, wanted in (
+        ("q layout", schedule.q_layout, q_layout),
+        ("kv layout", schedule.kv_layout, kv_layout),
+        ("mask", schedule.mask, mask),
+    ):
+        if made != wanted:
+            text = [
+                f"{each.name} of {each.length}" if isinstance(each, Layout) else str(each) for each in (made, wanted)
+            ]
+            raise ConfigurationError(
+                f"schedule {schedule.name!r} was made for {what} {text[0]}, but the call has {text[1]}: "
+                f"make it for this call, or give its Scheme, which is built for each"
+            )
 
 
 def planned(
