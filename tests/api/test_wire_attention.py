@@ -29,8 +29,8 @@ def given(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 def unsplit(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Causal attention of what this dtype holds, in float64."""
     q, k, v, dout = (each.double() for each in given(dtype))
-    of = [each.transpose(1, 2).requires_grad_() for each in (q, k, v)]
-    out = torch.nn.functional.scaled_dot_product_attention(*of, is_causal=True)
+    q, k, v = of = [each.transpose(1, 2).requires_grad_() for each in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     grads = torch.autograd.grad(out, of, dout.transpose(1, 2))
     made = (out.detach(), *grads)
     return dict(zip(NAMES, (each.transpose(1, 2) for each in made), strict=True))
