@@ -10,8 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tokenring.ir.schedule_data import Kind
-from tokenring.lowering.program import BUNDLE, Collective, Instruction, Program, Recv, Send, Span
+from tokenring.lowering.program import BUNDLE, Collective, Instruction, Program, Recv, Send
 from tokenring.proof.slot_contents import ContentRun, Rows
 
 Post = Recv | Send
@@ -51,11 +50,6 @@ class Rank:
     def wrong(self, text: str) -> Wrong:
         """Return an error at this rank, in its current step."""
         return Wrong(self.rank, self.step, text)
-
-    def record_of(self, span: Span) -> tuple[Kind, bool]:
-        """Return what decides the bytes of the rows of a slot."""
-        spec = self.program.slots[span.slot]
-        return spec.kind, spec.full_precision
 
     @property
     def ended(self) -> bool:

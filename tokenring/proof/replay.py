@@ -107,8 +107,7 @@ class _Replay:
         self.pairs, self.schedule = pairs, pairs.schedule
         self.direction = programs[0].direction
         self.kinds: tuple[Kind, ...] = self.schedule.operator.home[self.direction]
-        self.in_pairs = PairTokens(self.schedule)
-        self.encoded = set(RESULTS & self.schedule.formats.keys())
+        self.in_pairs, self.encoded = PairTokens(self.schedule), RESULTS & self.schedule.formats.keys()
         self.tally = Tally(pairs, self.kinds)
         self.ranks = [Rank(program) for program in programs]
         for rank, slots in zip(self.ranks, kept or [], strict=bool(kept)):
@@ -158,7 +157,8 @@ class _Replay:
             self._met(*meeting)
 
     def _met(self, sender: Rank, send: Send, receiver: Rank, recv: Recv) -> None:
-        if sender.record_of(send.span) != receiver.record_of(recv.span):
+        given, taken = sender.program.slots[send.span.slot], receiver.program.slots[recv.span.slot]
+        if given.kind != taken.kind or (self.encoded and given.full_precision != taken.full_precision):
             raise receiver.wrong(f"{name_of(recv)} goes into a slot of another kind")
         receiver.carried[recv.message] = moved(sender.carried.pop(send.message), recv.span.start - send.span.start)
         for end, message in ((sender, send.message), (receiver, recv.message)):
