@@ -37,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     pools = RankPools()
     try:
-        made = soak(pools, 60 * options.minutes, options.seed, options.ranks, lambda text: print(text, flush=True))
+        made = soak(pools, 60 * options.minutes, options.seed, options.ranks, show=lambda text: print(text, flush=True))
     except AssertionError as error:
         sys.exit(str(error).partition("\nrank 1: ")[0])
     finally:

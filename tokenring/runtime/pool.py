@@ -108,6 +108,7 @@ class Views:
         self._scratch_at = at
         pool.reserve(end)
         self.base = pool.data
+        self._typed: dict[torch.dtype, torch.Tensor] = {}  # the pool as values of a dtype
 
     def record(self, slot: int) -> Record:
         """Return the record that the rows of a slot hold."""
@@ -142,22 +143,18 @@ class Views:
     def field(self, span: Span, name: str, kept: torch.Tensor | None = None) -> torch.Tensor:
         """Return a field of a span's rows and head group: [rows, B, heads, D], or [rows, B, heads] for a statistic."""
         record = self.record(span.slot)
-        field = record.field(name)
         start, base = self._start(span.slot, kept)
         self._touch(span, kept)
-        whole = _strided(base, start + span.start * record.nbytes, span.rows, record, field, self.workload)
         spec = self.program.slots[span.slot]
-        if not spec.all_heads:
-            return whole
-        low, high = self.records.head_range(spec.kind, span.heads)
-        return whole[:, :, low:high]
+        heads = (0, record.heads) if not spec.all_heads else self.records.head_range(spec.kind, span.heads)
+        return self._strided(base, start + span.start * record.nbytes, span.rows, record, record.field(name), heads)
 
     def whole(self, slot: int, name: str) -> torch.Tensor:
         """Return a field of all rows and heads of a slot."""
         record = self.record(slot)
         rows = self.program.slots[slot].rows
         self._touch(Span(slot, 0, rows), None)
-        return _strided(self.base, self.offsets[slot], rows, record, record.field(name), self.workload)
+        return self._strided(self.base, self.offsets[slot], rows, record, record.field(name), (0, record.heads))
 
     def scratch(self, rows: int, heads: int) -> torch.Tensor:
         """Return the memory for merging: [2, rows, B, heads] fp32."""
@@ -202,6 +199,26 @@ class Views:
             )
         return {slot: kept[at : at + self.nbytes[slot]] for slot, at in self.kept_offsets.items()}
 
+    def _strided(
+        self, base: torch.Tensor, start: int, rows: int, record: Record, field: Field, heads: tuple[int, int]
+    ) -> torch.Tensor:
+        """Return a field of rows that begin at a byte: one view, since programs are bound to thousands of them."""
+        typed = self._values(base, field.dtype)
+        size, width, (low, high) = field.dtype.itemsize, 1 if field.statistic else field.dim, heads
+        shape: tuple[int, ...] = (rows, self.workload.batch, high - low)
+        strides: tuple[int, ...] = (record.nbytes // size, record.heads * width, width)
+        if not field.statistic:
+            shape, strides = (*shape, width), (*strides, 1)
+        at = typed.storage_offset() + (start + field.offset_bytes) // size  # of its storage, which others may share
+        return typed.as_strided(shape, strides, at + low * width)
+
+    def _values(self, base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if base is not self.base:
+            return _typed(base, dtype)
+        if dtype not in self._typed:
+            self._typed[dtype] = _typed(base, dtype)
+        return self._typed[dtype]
+
     def _start(self, slot: int, kept: torch.Tensor | None) -> tuple[int, torch.Tensor]:
         return (self.offsets[slot], self.base) if kept is None else (0, kept)
 
@@ -223,18 +240,9 @@ class Landed:
             into.copy_(landing)
 
 
-def _strided(
-    base: torch.Tensor, start: int, rows: int, record: Record, field: Field, workload: Workload
-) -> torch.Tensor:
-    typed = base[: base.numel() // 4 * 4].view(field.dtype)
-    size = field.dtype.itemsize
-    shape: tuple[int, ...] = (rows, workload.batch, record.heads)
-    strides: tuple[int, ...] = (record.nbytes // size, record.heads, 1)
-    if not field.statistic:
-        shape = (*shape, field.dim)
-        strides = (strides[0], record.heads * field.dim, field.dim, 1)
-    at = typed.storage_offset() + (start + field.offset_bytes) // size  # of its storage, which others may share
-    return typed.as_strided(shape, strides, at)
+def _typed(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return bytes as values of a dtype."""
+    return base[: base.numel() // 4 * 4].view(dtype)
 
 
 def own_rows(x: torch.Tensor, span: Span, low: int, high: int) -> torch.Tensor:

@@ -44,16 +44,14 @@ class NpuTensor(torch.Tensor):
     _index: int
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, index: int) -> NpuTensor:
+    def of(inner: torch.Tensor, index: int) -> NpuTensor:
+        """One on this memory, of the device of that index."""
         made: NpuTensor = torch.Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
-            device=torch.device("npu:0"), requires_grad=False,
+            NpuTensor, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            device=_first_device(), requires_grad=False,
         )  # fmt: skip
         made._raw, made._index = inner, index
         return made
-
-    def __init__(self, inner: torch.Tensor, index: int) -> None:
-        """inner: the memory; index: of the device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -95,6 +93,11 @@ class NpuTensor(torch.Tensor):
         return f"NpuTensor({self._raw!r}, device='npu:{self._index}')"
 
 
+@cache
+def _first_device() -> torch.device:
+    return torch.device("npu:0")
+
+
 def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Tensor.to, which in C++ knows npu:0 only: names the current device, and asks for moves between two as copies."""
     if args and isinstance(args[0], torch.Tensor):
@@ -121,7 +124,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 def wrap(inner: torch.Tensor, index: int | None = None) -> NpuTensor:
     """An NPU tensor on this memory; on the current device if no index is given."""
-    return NpuTensor(inner, module.current_device() if index is None else index)
+    return NpuTensor.of(inner, module.current_device() if index is None else index)
 
 
 def install(count: int = 8) -> None:
@@ -170,7 +173,7 @@ def _fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not kwargs and _is_plain_view(func):
-        return _wrapped(func(args[0]._raw, *args[1:]), {}, args[0]._index)
+        return _viewed(func._op(args[0]._raw, *args[1:]), args[0]._index)
     schema = func._schema
     name = schema.name
     if name in operators:
@@ -187,7 +190,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         host_waits.append(name)
     _check_generator(kwargs)
     index, back = _where(leaves, kwargs)
-    made = func(*plain_args, **plain_kwargs)
+    made = func._op(*plain_args, **plain_kwargs)  # past rules of torch's that are for tensors without memory
     if name == "aten::copy_":
         return args[0]
     known = {id(x._raw): x for x in leaves if isinstance(x, NpuTensor)}
@@ -235,7 +238,11 @@ def _wrapped(made: Any, known: dict[int, NpuTensor], index: int) -> Any:
         return type(made)([_wrapped(each, known, index) for each in made])
     if not isinstance(made, torch.Tensor) or isinstance(made, NpuTensor):
         return made
-    return known[id(made)] if id(made) in known else NpuTensor(made, index)
+    return known[id(made)] if id(made) in known else NpuTensor.of(made, index)
+
+
+def _viewed(made: Any, index: int) -> Any:
+    return NpuTensor.of(made, index) if isinstance(made, torch.Tensor) else type(made)(_viewed(x, index) for x in made)
 
 
 def _where(leaves: list[torch.Tensor], kwargs: dict[str, Any]) -> tuple[int, bool]:

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,10 +52,11 @@ def _without_compiler() -> None:
     torch.compile = _as_it_is  # type: ignore[assignment]
     compiler: Any = ModuleType("torch._dynamo")
     compiler.disable, compiler.graph_break = _as_it_is, lambda: None
+    compiler.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # init_process_group asks for it
     torch._dynamo = sys.modules["torch._dynamo"] = compiler
 
 
-def load(here: Here, folder: str) -> str:
+def load(folder: str) -> str:
     """Import Megatron-core from this folder; its version. Called once in a process, before anything else here."""
     sys.path.insert(0, folder)
     _without_compiler()
@@ -83,7 +84,6 @@ def load(here: Here, folder: str) -> str:
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda device=None: None
     torch.Tensor.cuda = lambda self, *rest, **more: self  # type: ignore[method-assign]
-    here.memory["states"] = {}
     warnings.filterwarnings("error", module="tokenring")
     version: str = megatron.core.__version__
     return version
@@ -93,7 +93,7 @@ def parallel(here: Here, tp: int = 1, cp: int = 1, pp: int = 1) -> None:
     """Make this the split of the world in Megatron's parallel_state, of which the groups are made once and kept."""
     from megatron.core import parallel_state as state
 
-    states: dict[tuple[int, int, int], dict[str, Any]] = here.memory["states"]
+    states: dict[tuple[int, int, int], dict[str, Any]] = here.memory.setdefault("states", {})
     if (tp, cp, pp) not in states:
         blank = states.setdefault((0, 0, 0), _globals(state))
         vars(state).update(blank)
