@@ -6,6 +6,7 @@ nothing is clipped. Its byte is the exponent plus 127, and 255 where the block h
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -26,7 +27,7 @@ class BlockCodec(ABC):
 
     def __init__(self, form: WireFormat) -> None:
         self.format = form
-        bits = int(torch.tensor(self.largest).view(torch.int32))
+        (bits,) = struct.unpack("<I", struct.pack("<f", self.largest))
         self._exponent, self._mantissa = (bits >> MANTISSA_BITS) - BIAS, bits & ((1 << MANTISSA_BITS) - 1)
 
     def encode(self, rows: torch.Tensor, into: torch.Tensor) -> None:
@@ -39,11 +40,18 @@ class BlockCodec(ABC):
         into_scales.copy_(scales)
 
     def decode(self, rows: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-        """Read bytes [..., row_bytes] as rows [..., width] in the dtype of `into`, contiguous, and return that."""
+        """Read bytes [..., row_bytes] as rows [..., width] in the dtype of `into`, contiguous, and return that.
+
+        What was rounded up past that dtype is its largest. In fp16, whose exponents are fewer than those of scales,
+        rows are read and scaled in fp32.
+        """
         elements, scales = self._parts(rows)
-        self._read(elements, into)
-        _apart(into, self.format.block).mul_(_powers(scales).to(into.dtype).unsqueeze(-1))
-        return into
+        wide = torch.empty_like(into, dtype=torch.float32) if into.dtype == torch.float16 else into
+        self._read(elements, wide)
+        _apart(wide, self.format.block).mul_(_powers(scales).to(wide.dtype).unsqueeze(-1))
+        most = torch.finfo(into.dtype).max
+        wide.clamp_(-most, most)
+        return into if wide is into else into.copy_(wide)
 
     def _parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of the bytes of elements and of scales."""

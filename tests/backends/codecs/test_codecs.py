@@ -72,6 +72,47 @@ def test_each_number_is_the_nearest_that_the_format_has(name: str, dtype: torch.
 
 
 @pytest.mark.parametrize("name", BLOCKS)
+def test_fp16_over_its_range(name: str) -> None:
+    """From its subnormal numbers to its largest, which may be rounded up past it: never infinite."""
+    torch.manual_seed(7)
+    spread = torch.logspace(-7.5, 5, 61, dtype=torch.float64)[:, None]
+    rows = (torch.randn(61, 32, dtype=torch.float64) * spread).clamp(-65504, 65504).half()
+    rows[0], rows[1, 4] = torch.linspace(65000, 65504, 32).half(), 0
+    wanted = nearest(name, rows.double()).clamp(-65504, 65504).half()
+    made = there_and_back(name, rows)
+    assert torch.equal(made, wanted)
+    assert made.isfinite().all()
+    largest = rows.abs().amax(-1, keepdim=True).double()
+    assert ((made.double() - rows.double()).abs() <= largest / 4 + 2.0**-25).all()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=("fp32", "bf16", "fp16"))
+def test_largest_of_a_dtype_stays_finite(name: str, dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    rows = torch.full((1, 32), most, dtype=dtype)
+    rows[0, ::2] = -most
+    made = there_and_back(name, rows)
+    assert made.isfinite().all()
+    assert (made.double() / rows.double() > 0.8).all()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_callers_default_dtype_changes_nothing(name: str) -> None:
+    rows = torch.randn(8, 32)
+    made = there_and_back(name, rows)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        codec_of.cache_clear()
+        again = there_and_back(name, rows)
+    finally:
+        torch.set_default_dtype(before)
+        codec_of.cache_clear()
+    assert torch.equal(made, again)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
 def test_ties_go_to_the_even_code(name: str) -> None:
     held = torch.tensor(MAGNITUDES[name], dtype=torch.float64)
     halfway = (held[:-1] + held[1:]) / 2
