@@ -27,7 +27,7 @@ class BlockCodec(ABC):
 
     def __init__(self, form: WireFormat) -> None:
         self.format = form
-        (bits,) = struct.unpack("<I", struct.pack("<f", self.largest))
+        bits = int(struct.unpack("<I", struct.pack("<f", self.largest))[0])
         self._exponent, self._mantissa = (bits >> MANTISSA_BITS) - BIAS, bits & ((1 << MANTISSA_BITS) - 1)
 
     def encode(self, rows: torch.Tensor, into: torch.Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from oracle import relative_error
@@ -11,12 +13,14 @@ import tokenring as tr
 from tokenring.backends.interfaces import Transport
 from tokenring.ir.schedule_data import PASSES
 from tokenring.ir.wire_formats import encoded
+from tokenring.schedule.families.registry import parse
 from tokenring.schedule.names import make_schedule
 from tokenring.sequence.layout import make_layout
 
 LENGTH, HEADS, DIM = 128, 4, 64
 NAMES = ("out", "dq", "dk", "dv")
 POINTS = ((4, "ring"), (4, "ring/keep"), (4, "tokenring"), (2, "ulysses"), (3, "direct-kv"))
+SCHEME = parse("ring").make(1)
 Links = dict[tuple[int, int], int]
 
 
@@ -84,6 +88,7 @@ def test_errors_and_bytes(ranks: RankPools, world: int, name: str, dtype: torch.
 def refusal(here: Here, what: str) -> str:
     odd, transport = here.rank == 1, transport_of(here)
     wire = "mxint8" if odd and what == "format" else None if odd and what == "none" else "mxfp8"
+    wire = "bf16" if what == "dtype" else wire
     cp = tr.ContextParallel(schedule="ring", transport=transport, wire=wire)
     with cp, pytest.raises(tr.TokenRingError) as found:
         if what == "engines":
@@ -92,13 +97,14 @@ def refusal(here: Here, what: str) -> str:
             tr.KVCache(cp, layers=1, kv_heads=1, head_dim=32, capacity=256)
         else:
             dim = 48 if what == "width" else 64
-            x = torch.ones(1, 4, 2, dim)
+            x = torch.ones(1, 4, 2, dim, dtype=torch.float16 if what == "dtype" else torch.float32)
             tr.attention(x, x, x, cp)
     return str(found.value)
 
 
 REFUSED = {
     "width": "mxfp8 on the wire has blocks of 32 elements, which do not divide rows of 48",
+    "dtype": "bf16 on the wire has 16 bits an element, and saves nothing over torch.float16 of the tensors",
     "format": "ring, mxint8 on the wire of ring",
     "none": "rank 0: ring, mxfp8 on the wire of ring; rank 1: ring",
     "engines": "gather_queries in a wire format is not supported, and its ContextParallel has wire='mxfp8'",
@@ -121,6 +127,28 @@ def test_options_that_are_refused() -> None:
     cp = tr.ContextParallel("self", schedule="ring", wire="mxfp8")
     with cp, pytest.raises(tr.UnsupportedError, match="latent_attention in a wire format is not supported"):
         tr.latent_attention(q, latent, rope, weight, cp)
+
+
+def test_formats_of_its_own_and_wire() -> None:
+    whole = make_layout("contiguous", 1, 8)
+    made = encoded(make_schedule("ring", whole, whole, tr.Full()), (("kv", "bf16"),))
+    for schedule in (made, replace(SCHEME, codecs=(("kv", "bf16"),))):
+        with pytest.raises(tr.ConfigurationError, match=r"formats of its own \(kv in bf16\): leave one of them out"):
+            tr.ContextParallel("self", schedule=schedule, wire="mxfp8")
+
+
+def test_proofs_of_schedules_with_a_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a name has its codecs checked alone; one that is given is proved once, with them."""
+    proved, checked = list[dict[str, str]](), list[dict[str, str]]()
+    monkeypatch.setattr("tokenring.proof.verify.verify", lambda made: proved.append(made.formats))
+    monkeypatch.setattr("tokenring.proof.encodings.check_codecs", lambda made: checked.append(made.formats))
+    x, formats = torch.ones(1, 8, 2, 64), {"kv": "mxfp8", "q": "mxfp8"}
+    with tr.ContextParallel("self", schedule="ring", wire="mxfp8") as cp:
+        assert tr.plan(x, x, x, cp).schedule.formats == formats
+    assert (proved, checked) == ([], [formats])
+    with tr.ContextParallel("self", schedule=SCHEME, wire="mxfp8") as cp:
+        assert tr.plan(x, x, x, cp).schedule.formats == formats
+    assert (proved, checked) == ([formats], [formats])
 
 
 def test_latents_are_refused_in_a_schedule_that_is_given() -> None:

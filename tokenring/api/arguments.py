@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, TypeGuard, cast
 
@@ -12,10 +11,11 @@ from tokenring.schedule.schedule import GivenSchedule
 from tokenring.sequence.layout import AUTO, Layout, as_integer, read_name
 
 if TYPE_CHECKING:
+    from tokenring.ir.wire_formats import Codecs
     from tokenring.planner.choosing.plan import Plan
     from tokenring.schedule.schedule import Schedule
     from tokenring.schedule.scheme import Scheme
-    from tokenring.sequence.workload import Request
+    from tokenring.sequence.workload import Request, Workload
 NO_LAYOUT = "layout is of type {}; give a Layout, or none: that of cp"
 NEEDS_MASK = (
     'layout "auto" cuts a sequence by its mask: give mask=..., the mask of the attention over it, or layout=..., '
@@ -104,7 +104,10 @@ def is_plan(given: object) -> TypeGuard[Plan]:
 
 
 def check_wire(wire: object, schedule: object) -> None:
-    """Raise ConfigurationError unless this is a wire format or None, UnsupportedError if the schedule is planned."""
+    """Raise ConfigurationError unless this is a wire format or None, UnsupportedError if the schedule is planned.
+
+    One that has formats of its own takes no other.
+    """
     if wire is None:
         return
     from tokenring.ir.wire_formats import wire_format
@@ -113,6 +116,12 @@ def check_wire(wire: object, schedule: object) -> None:
     if is_plan(schedule) or (isinstance(schedule, str) and schedule.startswith("auto")):
         raise UnsupportedError(
             f"wire={wire!r} with a schedule that is planned is not supported: name one, as schedule='direct-kv'"
+        )
+    if not isinstance(schedule, str) and (own := getattr(schedule, "codecs", ())):
+        has = ", ".join(f"{kind} in {codec}" for kind, codec in own)
+        raise ConfigurationError(
+            f"wire={wire!r} with schedule {getattr(schedule, 'name', '')!r}, which has formats of its own ({has}): "
+            f"leave one of them out"
         )
 
 
@@ -132,23 +141,30 @@ def not_chosen(
     wire: str | None,
 ) -> GivenSchedule | Plan:
     """Return the schedule that was named or given, for calls of these layouts, with its requests in a wire format."""
-    if isinstance(asked, str):
-        from tokenring.schedule.names import named_schedule
-
-        named = named_schedule(asked, request.workload, *layouts, request.mask, pieces)
-        found: Plan | GivenSchedule = GivenSchedule(named, f"requested by name: {asked}")
-    else:
+    codecs = () if wire is None else _codecs(wire, request.workload)
+    if not isinstance(asked, str):
         from tokenring.api.given_schedules import given_schedule
 
-        found = given_schedule(asked, request, layouts)
-    if wire is None:
-        return found
-    from tokenring.ir.wire_formats import check_width, codecs_of, encoded
+        return given_schedule(asked, request, layouts, codecs)
+    from tokenring.schedule.names import named_schedule
 
-    for width in (request.workload.head_dim, request.workload.value_dim):
+    named = named_schedule(asked, request.workload, *layouts, request.mask, pieces)
+    if codecs:
+        from tokenring.ir.wire_formats import encoded
+        from tokenring.proof.encodings import check_codecs
+
+        named = encoded(named, codecs)
+        check_codecs(named)  # the rest of the proof tests have made, as of all that have names
+    return GivenSchedule(named, f"requested by name: {asked}")
+
+
+def _codecs(wire: str, size: Workload) -> Codecs:
+    """Return the codecs of attention's requests. Raises ConfigurationError where the format does not fit or save."""
+    from tokenring.ir.wire_formats import check_width, codecs_of
+
+    for width in (size.head_dim, size.value_dim):
         check_width(wire, width)
-    codecs = codecs_of(wire, request.workload.dtype, ("kv", "q"))
-    return replace(found, schedule=encoded(found.schedule, codecs).verify()) if codecs else found
+    return codecs_of(wire, size.dtype, ("kv", "q"))
 
 
 def schedule_text(given: str | Scheme | Schedule | Plan, made: Callable[[], Schedule]) -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tokenring.backends.interfaces import AttentionKernel, Transport
+    from tokenring.ir.wire_formats import Codecs
     from tokenring.lowering.target import Target
     from tokenring.planner.choosing.planner import Planner
     from tokenring.sequence.mask import Mask
@@ -22,17 +23,29 @@ if TYPE_CHECKING:
 
 
 def given_schedule(
-    asked: Scheme | Schedule | Plan, request: Request, layouts: tuple[Layout, Layout]
+    asked: Scheme | Schedule | Plan, request: Request, layouts: tuple[Layout, Layout], codecs: Codecs = ()
 ) -> GivenSchedule | Plan:
-    """Return what was given, proved, for calls of these layouts. Raises ConfigurationError, ScheduleError."""
+    """Return what was given, proved, for calls of these layouts. Raises ConfigurationError, ScheduleError.
+
+    codecs: formats of its requests, of a Scheme or Schedule that has none of its own.
+    """
     if isinstance(asked, Schedule):
         check_made_for(asked, *layouts, request.mask)
-        return GivenSchedule(asked.verify(), "the schedule that was given")
+        return GivenSchedule(_encoded(asked, codecs).verify(), "the schedule that was given")
     if isinstance(asked, Scheme):
-        return GivenSchedule(build(asked, *layouts, request.mask).verify(), "the scheme that was given")
+        made = build(asked, *layouts, request.mask)
+        return GivenSchedule(_encoded(made, codecs).verify(), "the scheme that was given")
     check_made_for(asked.schedule, *layouts, request.mask)
     reason = f"the plan that was given: {asked.reason}"
     return replace(asked, schedule=asked.schedule.verify(), workload=request.workload, reason=reason)
+
+
+def _encoded(schedule: Schedule, codecs: Codecs) -> Schedule:
+    if not codecs:
+        return schedule
+    from tokenring.ir.wire_formats import encoded
+
+    return encoded(schedule, codecs)
 
 
 def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:

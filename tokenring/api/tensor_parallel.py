@@ -181,7 +181,7 @@ class TensorParallel(Standing):
         self, operator: str, sizes: tuple[int, int, int], like: torch.Tensor, stays: Stays | None = None
     ) -> LinearRequest:
         """Return the request of a layer of these tokens, features and width. stays: None: what `self.stays` says."""
-        self._check_width(sizes[2])
+        self._check_wire(sizes[2], like.dtype)
         name = self._names(operator, *sizes, like.dtype, stays or self.stays)
         return LinearRequest(operator, name, *sizes, like.dtype, like.device)
 
@@ -301,11 +301,12 @@ class TensorParallel(Standing):
 
         return tuple((dict(codecs_of(self.wire, dtype, ENCODED)) | dict(wide)).items())
 
-    def _check_width(self, width: int) -> None:
+    def _check_wire(self, width: int, dtype: torch.dtype) -> None:
         if self.wire is None:
             return
-        from tokenring.ir.wire_formats import check_width
+        from tokenring.ir.wire_formats import check_smaller, check_width
 
+        check_smaller(self.wire, dtype)
         check_width(self.wire, width)
 
     def _check_collective(self) -> None:
@@ -337,7 +338,8 @@ class TensorParallel(Standing):
             raise UnsupportedError(f"a plan in {dtype} is not supported; use float32 or bfloat16")
         if operator in COLLECTIVES:
             self._check_collective()
-        self._check_width(width)
+        assert isinstance(dtype, torch.dtype)
+        self._check_wire(width, dtype)
 
     def _make_schedule(self, request: LinearRequest) -> Schedule:
         from tokenring.ir.operators import OPERATORS

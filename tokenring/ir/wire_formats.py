@@ -15,6 +15,8 @@ from tokenring.ir.schedule_data import FULL, PASSES, Kind, Pass
 from tokenring.nearest import hint
 
 if TYPE_CHECKING:
+    import torch
+
     from tokenring.ir.schedule_data import ScheduleData
 
 Made = TypeVar("Made", bound="ScheduleData")
@@ -77,9 +79,22 @@ def check_width(name: str, width: int) -> None:
         )
 
 
-def codecs_of(wire: str | None, dtype: object, kinds: Iterable[str]) -> Codecs:
-    """Return the codecs by which these kinds go in a format: none if tensors of this dtype are in it already."""
-    return () if wire is None or SHORT.get(str(dtype)) == wire else tuple((kind, wire) for kind in kinds)
+def check_smaller(name: str, dtype: torch.dtype) -> None:
+    """Raise ConfigurationError unless elements of a format are smaller than those of tensors of this dtype."""
+    bits = wire_format(name).element_bits
+    if bits >= 8 * dtype.itemsize:
+        raise ConfigurationError(
+            f"{name} on the wire has {bits} bits an element, and saves nothing over {dtype} of the tensors, which has "
+            f"{8 * dtype.itemsize}: take a format of blocks, as mxfp8, or leave wire out"
+        )
+
+
+def codecs_of(wire: str | None, dtype: torch.dtype, kinds: Iterable[str]) -> Codecs:
+    """Return the codecs by which these kinds go in a format. Raises ConfigurationError if it saves nothing."""
+    if wire is None:
+        return ()
+    check_smaller(wire, dtype)
+    return tuple((kind, wire) for kind in kinds)
 
 
 def encoded(schedule: Made, codecs: Codecs) -> Made:

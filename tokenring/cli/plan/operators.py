@@ -12,7 +12,15 @@ from tokenring.cli.operator_names import COLLECTIVES, operator_name
 from tokenring.cli.plan.options import DTYPES, PASSES, first_ranks, several_hosts, where
 from tokenring.display.units import mb_text, time_text
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.ir.wire_formats import ENCODED, added_error, check_width, codecs_of, encodings, wire_report
+from tokenring.ir.wire_formats import (
+    ENCODED,
+    added_error,
+    check_smaller,
+    check_width,
+    codecs_of,
+    encodings,
+    wire_report,
+)  # fmt: skip
 from tokenring.planner.choosing.linear import CANDIDATES, MOST_PIECES, RankedSchedule, ranked, unfused_seconds
 from tokenring.planner.simulation.predict import Setting
 from tokenring.schedule.families.registry import is_known, parse
@@ -92,6 +100,7 @@ def operator_call(options: argparse.Namespace, given: argparse.Namespace) -> Ope
                 raise ConfigurationError(f"--{each} {count}: {ranks} ranks do not divide it")
         if options.wire is not None:
             check_width(options.wire, width)
+            check_smaller(options.wire, dtype)
         kind, passes, size = name, PASSES[options.passes], Workload(1, tokens, features, 1, 1, width, dtype)
         names = (*CANDIDATES["weights"], *CANDIDATES["tokens"], *_grids(ranks, "tiles"))
     if ranks > FEW_RANKS:
