@@ -85,6 +85,30 @@ def test_errors_and_bytes(ranks: RankPools, world: int, name: str, dtype: torch.
             assert sum(more[0].values()) >= (1.93 if dtype == torch.bfloat16 else 3.8) * sum(fewer[0].values())
 
 
+def beside_a_mean(here: Here, name: str, mean: float) -> dict[str, float]:
+    """The errors of this rank's out and dq in MXFP8, where all keys have a mean of so many spreads in common."""
+    q, k, v, dout = given(torch.float32)
+    random = torch.Generator().manual_seed(5)
+    k = k + mean * torch.randn(1, 1, HEADS, DIM, generator=random)
+    own = [each.double().transpose(1, 2).requires_grad_() for each in (q, k, v)]
+    whole = torch.nn.functional.scaled_dot_product_attention(*own)
+    (dq,) = torch.autograd.grad(whole, own[:1], dout.double().transpose(1, 2))
+    with tr.ContextParallel(schedule=name, transport=transport_of(here), wire="mxfp8") as cp:
+        q, k, v, dout = (tr.shard(each, cp, dim=1).detach() for each in (q, k, v, dout))
+        out = tr.attention(q.requires_grad_(), k, v, cp)
+        (found,) = torch.autograd.grad(out, q, dout)
+        made = {"out": (out.detach(), whole.detach()), "dq": (found, dq)}
+        return {each: relative_error(a, tr.shard(b.transpose(1, 2), cp, dim=1)) for each, (a, b) in made.items()}
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_a_mean_that_keys_have_in_common_adds_no_error_where_q_moves(ranks: RankPools, world: int) -> None:
+    """Each row has one q and one dout in all its tiles, so that rounding moves all its scores alike."""
+    plain, beside = (ranks(world)(beside_a_mean, "tokenring", mean) for mean in (0.0, 16.0))
+    for before, after in zip(plain, beside, strict=True):
+        assert all(after[each] <= 1.5 * before[each] for each in before)
+
+
 def refusal(here: Here, what: str) -> str:
     odd, transport = here.rank == 1, transport_of(here)
     wire = "mxint8" if odd and what == "format" else None if odd and what == "none" else "mxfp8"

@@ -81,6 +81,9 @@ class Views:
         self.program, self.pool, self.workload, self.operator = program, pool, workload, schedule.operator
         self.records = Records(schedule, workload, program.direction)
         self.forward_records = Records(schedule, workload, "forward")
+        form = self.records.formats.get("q")
+        moves = form is not None and any(move.block.kind == "q" for move in schedule.moves)  # in either pass
+        self.q_format = form.name if form is not None and moves else None
         self.nbytes = slot_bytes(schedule, workload, program)
         self.offsets, at = [], 0
         for slot, size in zip(program.slots, self.nbytes, strict=True):
@@ -170,6 +173,17 @@ class Views:
         from tokenring.backends.codecs.choice import codec_of
 
         return codec_of(form)
+
+    def as_read(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows of q or dout [B, T, H, D] as other ranks read them, where q travels encoded, else as they are.
+
+        All tiles of a row have one q and one dout then: what rounding adds is common to its scores, and cancels.
+        """
+        if self.q_format is None:
+            return rows
+        from tokenring.backends.codecs.choice import codec_of, there_and_back
+
+        return there_and_back(codec_of(self.q_format), rows)
 
     def decoded(self, span: Span, name: str) -> torch.Tensor:
         """Return the memory into which a field of a span is decoded: [rows, B, heads, D]. Others share it."""
