@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from oracle import relative_error
 from ranks import Here, RankPools
 
 import tokenring as tr
+from tokenring.backends.codecs import blocks, trial
 from tokenring.backends.interfaces import Transport
 from tokenring.ir.schedule_data import PASSES
 from tokenring.ir.wire_formats import encoded
+from tokenring.runtime import copying, executor
 from tokenring.schedule.families.registry import parse
 from tokenring.schedule.names import make_schedule
 from tokenring.sequence.layout import make_layout
@@ -91,7 +94,7 @@ def beside_a_mean(here: Here, name: str, mean: float) -> dict[str, float]:
     random = torch.Generator().manual_seed(5)
     k = k + mean * torch.randn(1, 1, HEADS, DIM, generator=random)
     own = [each.double().transpose(1, 2).requires_grad_() for each in (q, k, v)]
-    whole = torch.nn.functional.scaled_dot_product_attention(*own)
+    whole = torch.nn.functional.scaled_dot_product_attention(own[0], own[1], own[2])
     (dq,) = torch.autograd.grad(whole, own[:1], dout.double().transpose(1, 2))
     with tr.ContextParallel(schedule=name, transport=transport_of(here), wire="mxfp8") as cp:
         q, k, v, dout = (tr.shard(each, cp, dim=1).detach() for each in (q, k, v, dout))
@@ -109,10 +112,70 @@ def test_a_mean_that_keys_have_in_common_adds_no_error_where_q_moves(ranks: Rank
         assert all(after[each] <= 1.5 * before[each] for each in before)
 
 
+def computed(here: Here, name: str, together: bool) -> tuple[torch.Tensor, ...]:
+    """This rank's results in MXFP8. together: with copies made as one, as on a device."""
+    plain = executor._Binder.__init__
+
+    def asking(self: executor._Binder, *given: Any) -> None:
+        plain(self, *given)
+        self.copying = copying
+
+    with pytest.MonkeyPatch.context() as patch:
+        if together:
+            patch.setattr(executor._Binder, "__init__", asking)
+        with tr.ContextParallel(schedule=name, transport=transport_of(here), wire="mxfp8") as cp:
+            q, k, v, dout = (tr.shard(each, cp, dim=1).detach() for each in given(torch.bfloat16))
+            of = [each.requires_grad_() for each in (q, k, v)]
+            out = tr.attention(q, k, v, cp, is_causal=True)
+            return out.detach(), *torch.autograd.grad(out, of, dout)
+
+
+@pytest.mark.parametrize("name", ("ring", "ulysses", "tokenring"))
+def test_copies_made_as_one_give_the_same_bits(ranks: RankPools, name: str) -> None:
+    alone, together = (ranks(2)(computed, name, each) for each in (False, True))
+    for one, other in zip(alone, together, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def refused_by_a_device(here: Here) -> str:
+    """The error of each kind of call where rank 1's device has no copies to FP8, and both are tried; then none."""
+
+    def missing(*given: object) -> None:
+        raise RuntimeError("copy_ is not implemented for Float8_e4m3fn")
+
+    texts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "TRUSTED", frozenset())
+        if here.rank == 1:
+            patch.setattr(blocks.E4M3, "_write", missing)
+        trial._fault.cache_clear()
+        for call in (attend_once, multiply_once):
+            with pytest.raises(tr.TokenRingError) as found:
+                call(here)
+            texts.append(str(found.value))
+    trial._fault.cache_clear()
+    assert all(call(here).isfinite().all() for call in (attend_once, multiply_once))
+    assert texts[0] == texts[1]
+    return texts[0]
+
+
+def attend_once(here: Here) -> torch.Tensor:
+    x = torch.ones(1, 4, 2, 64)
+    with tr.ContextParallel(schedule="ring", transport=transport_of(here), wire="mxfp8") as cp:
+        return tr.attention(x, x, x, cp)
+
+
+def multiply_once(here: Here) -> torch.Tensor:
+    with tr.TensorParallel(schedule="direct-q", transport=transport_of(here), wire="mxfp8") as tp:
+        return tr.column_linear(torch.ones(1, 4, 64), torch.ones(2, 64), tp)
+
+
 def refusal(here: Here, what: str) -> str:
     odd, transport = here.rank == 1, transport_of(here)
     wire = "mxint8" if odd and what == "format" else None if odd and what == "none" else "mxfp8"
     wire = "bf16" if what == "dtype" else wire
+    if what == "device":
+        return refused_by_a_device(here)
     cp = tr.ContextParallel(schedule="ring", transport=transport, wire=wire)
     with cp, pytest.raises(tr.TokenRingError) as found:
         if what == "engines":
@@ -129,6 +192,7 @@ def refusal(here: Here, what: str) -> str:
 REFUSED = {
     "width": "mxfp8 on the wire has blocks of 32 elements, which do not divide rows of 48",
     "dtype": "bf16 on the wire has 16 bits an element, and saves nothing over torch.float16 of the tensors",
+    "device": "mxfp8 on the wire was tried on cpu in torch.float32, and it fails there (",
     "format": "ring, mxint8 on the wire of ring",
     "none": "rank 0: ring, mxfp8 on the wire of ring; rank 1: ring",
     "engines": "gather_queries in a wire format is not supported, and its ContextParallel has wire='mxfp8'",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tokenring.planner.choosing.plan import Plan
     from tokenring.schedule.schedule import Schedule
     from tokenring.schedule.scheme import Scheme
-    from tokenring.sequence.workload import Request, Workload
+    from tokenring.sequence.workload import Request
 NO_LAYOUT = "layout is of type {}; give a Layout, or none: that of cp"
 NEEDS_MASK = (
     'layout "auto" cuts a sequence by its mask: give mask=..., the mask of the attention over it, or layout=..., '
@@ -141,7 +141,7 @@ def not_chosen(
     wire: str | None,
 ) -> GivenSchedule | Plan:
     """Return the schedule that was named or given, for calls of these layouts, with its requests in a wire format."""
-    codecs = () if wire is None else _codecs(wire, request.workload)
+    codecs = () if wire is None else _codecs(wire, request)
     if not isinstance(asked, str):
         from tokenring.api.given_schedules import given_schedule
 
@@ -158,13 +158,20 @@ def not_chosen(
     return GivenSchedule(named, f"requested by name: {asked}")
 
 
-def _codecs(wire: str, size: Workload) -> Codecs:
-    """Return the codecs of attention's requests. Raises ConfigurationError where the format does not fit or save."""
+def _codecs(wire: str, request: Request) -> Codecs:
+    """Return the codecs of attention's requests.
+
+    Raises ConfigurationError where the format does not fit or saves nothing, UnsupportedError where the device fails.
+    """
+    from tokenring.backends.codecs.trial import check_device
     from tokenring.ir.wire_formats import check_width, codecs_of
 
+    size = request.workload
     for width in (size.head_dim, size.value_dim):
         check_width(wire, width)
-    return codecs_of(wire, size.dtype, ("kv", "q"))
+    codecs = codecs_of(wire, size.dtype, ("kv", "q"))
+    check_device(wire, size.dtype, request.device)
+    return codecs
 
 
 def schedule_text(given: str | Scheme | Schedule | Plan, made: Callable[[], Schedule]) -> str:

@@ -182,6 +182,10 @@ class TensorParallel(Standing):
     ) -> LinearRequest:
         """Return the request of a layer of these tokens, features and width. stays: None: what `self.stays` says."""
         self._check_wire(sizes[2], like.dtype)
+        if self.wire is not None:
+            from tokenring.backends.codecs.trial import check_device
+
+            check_device(self.wire, like.dtype, like.device)
         name = self._names(operator, *sizes, like.dtype, stays or self.stays)
         return LinearRequest(operator, name, *sizes, like.dtype, like.device)
 

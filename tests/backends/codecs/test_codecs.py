@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import count, product
 
 import pytest
 import torch
 
+from tokenring.backends.codecs import trial
 from tokenring.backends.codecs.choice import codec_of
 from tokenring.errors import ConfigurationError
 from tokenring.ir.wire_formats import FORMATS, wire_format
@@ -239,3 +240,14 @@ def test_torchao_reads_the_same_numbers() -> None:
         scales, elements = mx.to_mx(rows, dtype, 32, config.ScaleCalculationMode.RCEIL)
         theirs = mx.to_dtype(elements, scales, dtype, 32, torch.float32)
         assert torch.equal(there_and_back(name, rows), theirs), name
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_device_is_tried_and_must_give_the_same_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "TRUSTED", frozenset())
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert trial._fault.__wrapped__(name, dtype, torch.device("cpu")) is None
+    assert "it fails there" in (trial._fault.__wrapped__(name, torch.float32, torch.device("meta")) or "")
+    right, calls = trial._written_and_read, count()  # each call gives another result
+    monkeypatch.setattr(trial, "_written_and_read", lambda *given: [each + next(calls) for each in right(*given)])
+    assert "it gives other numbers" in (trial._fault.__wrapped__(name, torch.float32, torch.device("cpu")) or "")
