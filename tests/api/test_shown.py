@@ -36,7 +36,7 @@ def test_of_a_schedule_and_a_layout_of_ones_own() -> None:
 CALLED = {"close", "group", "trace", "transport"}
 ASKED = {
     "kernel_name", "layout", "memory_limit_bytes", "pieces", "rank", "schedule", "tensor_parallel", "timeout_seconds",
-    "topology", "world_size",
+    "topology", "wire", "world_size",
 }  # fmt: skip
 
 

@@ -34,6 +34,11 @@ REFUSED = {
     ("--operator", "row", "--schedules", "x"): "--schedules x: 'x' is not the name of a schedule (docs/layer.md)",
     ("--operator", "row", "--schedules", "usp/2"): "no schedule fits operator 'row' with these sizes: usp/2: ",
     ("--operator", "row", "--svg", "x.svg"): "--svg does not go with --operator row, whose sizes are",
+    ("--operator", "row", "--wire", "mxfp"): "wire='mxfp': use one of bf16, fp16, mxint8, mxfp8",
+    ("--operator", "row", "--width", "100", "--wire", "mxfp4"): "mxfp4 on the wire has blocks of 32 elements, which do",
+    ("--operator", "row", "--wire", "fp16"): "fp16 on the wire has 16 bits an element, and saves nothing over torch.b",
+    ("--operator", "all-reduce", "--wire", "mxfp8"): "--wire does not go with --operator all-reduce",
+    ("--wire", "mxfp8"): "--wire goes with --operator column or row",
     ("--width", "4"): "--width is a size of --operator NAME, and attention has none",
 }
 
@@ -60,6 +65,35 @@ def test_layers_are_ranked(operator: str, capsys: pytest.CaptureFixture[str]) ->
     text = capsys.readouterr().out
     assert text.startswith(f"{operator}: 2,048 tokens × 1,024 features of width 512, bfloat16, forward + backward\n")
     assert f'tr.TensorParallel(schedule="{found["schedules"][0]["name"]}"); all times are predicted' in text
+
+
+@pytest.mark.parametrize(
+    ("operator", "errors"),
+    [
+        ("column", {"c": 0.0266, "dx": 0.0266, "dw": 0.0266}),
+        ("row", {"y": 0.0266, "dc": 0.0266, "dw": 0.0266}),
+    ],
+)
+def test_a_wire_format_has_fewer_bytes_and_an_error(
+    operator: str, errors: dict[str, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--operator", operator, *SIZES, "--schedules", "direct-q,direct-kv,tiles/2x2")
+    plain, wired = (as_json(capsys, *given, *more) for more in ((), ("--wire", "mxfp8")))
+    of = {each["name"]: each for each in wired["schedules"]}
+    assert of["direct-q"]["added_error"] == pytest.approx(errors)
+    assert of["direct-kv"]["added_error"] == pytest.approx(errors | {"dw": 0.0})
+    twice = {each: error if each == "dw" else error * 2**0.5 for each, error in errors.items()}
+    assert of["tiles/2x2"]["added_error"] == pytest.approx(twice)
+    before = {each["name"]: each for each in plain["schedules"]}["direct-q"]
+    assert before["busiest_wire_bytes"] >= 1.93 * of["direct-q"]["busiest_wire_bytes"]
+    assert wired["wire"] == "mxfp8" and "wire" not in plain and "added_error" not in before
+    plan(*given, "--schedules", "direct-q", "--wire", "mxfp8")
+    text = capsys.readouterr().out
+    assert "on the wire: kv, q, q_partial in mxfp8, 1.031 bytes an element; each is encoded once, with a" in text
+    first = next(iter(errors))
+    assert f"relative error that this adds, forward, for normally distributed data: about {first} 0.027" in text
+    assert "predicted as one pass over memory each, which is the least they take" in text
+    assert 'tr.TensorParallel(schedule="direct-q", wire="mxfp8"); all times are predicted' in text
 
 
 @pytest.mark.parametrize("written", ["all-reduce", "all_reduce", "reduce-scatter", "all-gather"])

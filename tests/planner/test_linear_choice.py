@@ -8,11 +8,13 @@ import torch
 import tokenring as tr
 from tokenring.ir.operators import OPERATORS
 from tokenring.ir.schedule_data import PASSES
+from tokenring.ir.wire_formats import ENCODED, codecs_of, encoded
 from tokenring.planner.choosing.linear import CANDIDATES, choose, collective
 from tokenring.planner.interconnects.interconnect import full_mesh, ring
 from tokenring.planner.simulation.operations import Costs
+from tokenring.planner.simulation.predict import Setting, predict
 from tokenring.sequence.region import Patch
-from tokenring.tables.rates import constant
+from tokenring.tables.rates import Machine, Messages, constant
 
 LAYER = tr.Workload(1, 8192, 8192, 1, 1, 4096, torch.bfloat16)
 
@@ -48,3 +50,19 @@ def test_tiles_cost_what_their_products_do() -> None:
             for direction in PASSES
         ]
     assert found == {"column": [1, 2], "row": [1, 2], "column-dx": [1, 1], "reduce": [0, 0]}
+
+
+def test_wire_formats_take_less_time_on_links_and_some_to_encode_and_decode() -> None:
+    """32 rows of x of 128, 256 bytes as they are and 132 in MXFP8: read and written once at each end, and sent."""
+    size = tr.Workload(1, 64, 64, 1, 1, 128, torch.bfloat16)
+    plain = tr.schedule("direct-q", 2, "contiguous", length=64).replace(operator=OPERATORS["column"])
+    wired = encoded(plain, codecs_of("mxfp8", size.dtype, ENCODED))
+
+    def microseconds(made: tr.Schedule, copy_gbs: float) -> float:
+        machine = Machine(constant(1e6, copy_gbs=copy_gbs), Messages(0.0, 0.0))
+        return predict(made, Setting(size, full_mesh(2, 1e-3), machine, ("forward",))).seconds * 1e6
+
+    free = float("inf")
+    assert [microseconds(made, free) for made in (plain, wired)] == pytest.approx([32 * 256, 32 * 132], abs=0.1)
+    more = [microseconds(made, 1e-3) - microseconds(made, free) for made in (plain, wired)]
+    assert more == pytest.approx([32 * (256 + 256), 2 * 32 * (256 + 132)], abs=0.1)

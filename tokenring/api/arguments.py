@@ -6,14 +6,16 @@ from collections.abc import Callable, Collection
 from numbers import Real
 from typing import TYPE_CHECKING, TypeGuard, cast
 
-from tokenring.errors import ConfigurationError, TokenRingError
+from tokenring.errors import ConfigurationError, TokenRingError, UnsupportedError
+from tokenring.schedule.schedule import GivenSchedule
 from tokenring.sequence.layout import AUTO, Layout, as_integer, read_name
-from tokenring.sequence.mask import Mask
 
 if TYPE_CHECKING:
+    from tokenring.ir.wire_formats import Codecs
     from tokenring.planner.choosing.plan import Plan
     from tokenring.schedule.schedule import Schedule
     from tokenring.schedule.scheme import Scheme
+    from tokenring.sequence.workload import Request
 NO_LAYOUT = "layout is of type {}; give a Layout, or none: that of cp"
 NEEDS_MASK = (
     'layout "auto" cuts a sequence by its mask: give mask=..., the mask of the attention over it, or layout=..., '
@@ -101,6 +103,77 @@ def is_plan(given: object) -> TypeGuard[Plan]:
     return isinstance(given, Plan)
 
 
+def check_wire(wire: object, schedule: object) -> None:
+    """Raise ConfigurationError unless this is a wire format or None, UnsupportedError if the schedule is planned.
+
+    One that has formats of its own takes no other.
+    """
+    if wire is None:
+        return
+    from tokenring.ir.wire_formats import wire_format
+
+    wire_format(wire)
+    if is_plan(schedule) or (isinstance(schedule, str) and schedule.startswith("auto")):
+        raise UnsupportedError(
+            f"wire={wire!r} with a schedule that is planned is not supported: name one, as schedule='direct-kv'"
+        )
+    if not isinstance(schedule, str) and (own := getattr(schedule, "codecs", ())):
+        has = ", ".join(f"{kind} in {codec}" for kind, codec in own)
+        raise ConfigurationError(
+            f"wire={wire!r} with schedule {getattr(schedule, 'name', '')!r}, which has formats of its own ({has}): "
+            f"leave one of them out"
+        )
+
+
+def refuse_wire(wire: str | None, what: str) -> None:
+    """Raise UnsupportedError if there is a wire format, for what does not encode anything."""
+    if wire is not None:
+        raise UnsupportedError(
+            f"{what} in a wire format is not supported, and its ContextParallel has wire={wire!r}: give it another one"
+        )
+
+
+def not_chosen(
+    asked: str | Scheme | Schedule | Plan,
+    request: Request,
+    layouts: tuple[Layout, Layout],
+    pieces: int | None,
+    wire: str | None,
+) -> GivenSchedule | Plan:
+    """Return the schedule that was named or given, for calls of these layouts, with its requests in a wire format."""
+    codecs = () if wire is None else _codecs(wire, request)
+    if not isinstance(asked, str):
+        from tokenring.api.given_schedules import given_schedule
+
+        return given_schedule(asked, request, layouts, codecs)
+    from tokenring.schedule.names import named_schedule
+
+    named = named_schedule(asked, request.workload, *layouts, request.mask, pieces)
+    if codecs:
+        from tokenring.ir.wire_formats import encoded
+        from tokenring.proof.encodings import check_codecs
+
+        named = encoded(named, codecs)
+        check_codecs(named)  # the rest of the proof tests have made, as of all that have names
+    return GivenSchedule(named, f"requested by name: {asked}")
+
+
+def _codecs(wire: str, request: Request) -> Codecs:
+    """Return the codecs of attention's requests.
+
+    Raises ConfigurationError where the format does not fit or saves nothing, UnsupportedError where the device fails.
+    """
+    from tokenring.backends.codecs.trial import check_device
+    from tokenring.ir.wire_formats import check_width, codecs_of
+
+    size = request.workload
+    for width in (size.head_dim, size.value_dim):
+        check_width(wire, width)
+    codecs = codecs_of(wire, size.dtype, ("kv", "q"))
+    check_device(wire, size.dtype, request.device)
+    return codecs
+
+
 def schedule_text(given: str | Scheme | Schedule | Plan, made: Callable[[], Schedule]) -> str:
     """Return the schedule as ranks compare it; of the user's own, all its content. made: makes that of a Scheme."""
     from tokenring.runtime.agreement import named_digest
@@ -116,23 +189,6 @@ def schedule_text(given: str | Scheme | Schedule | Plan, made: Callable[[], Sche
         return named_digest(made())
     except TokenRingError as error:
         return f"{given.name!r}, which cannot be used: {error}"
-
-
-def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:
-    """Raise ConfigurationError unless the schedule was made for the layouts and the mask of the call."""
-    for what, made, wanted in (
-        ("q layout", schedule.q_layout, q_layout),
-        ("kv layout", schedule.kv_layout, kv_layout),
-        ("mask", schedule.mask, mask),
-    ):
-        if made != wanted:
-            text = [
-                f"{each.name} of {each.length}" if isinstance(each, Layout) else str(each) for each in (made, wanted)
-            ]
-            raise ConfigurationError(
-                f"schedule {schedule.name!r} was made for {what} {text[0]}, but the call has {text[1]}: "
-                f"make it for this call, or give its Scheme, which is built for each"
-            )
 
 
 def check_transport(given: object, rank: int, world_size: int) -> None:

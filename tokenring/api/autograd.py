@@ -204,7 +204,7 @@ def run_forward(
     """
     with beginning(executor.transport):
         kept = executor.views.new_kept(q.device)
-        own = {"q": rows_packed(q), "k": rows_packed(k), "v": rows_packed(v)}
+        own = {"q": executor.views.as_read(rows_packed(q)), "k": rows_packed(k), "v": rows_packed(v)}
         kernel_of = None if expansion is None else _expanding(expansion)
         call = ActiveCall(own, executor.views.kept_slots_in(kept), kernel_of=kernel_of)
     with torch.autocast(q.device.type, enabled=False):  # kernels and merges choose their precision themselves
@@ -240,6 +240,8 @@ def run_backward(
         own = {"q": q, "k": k, "v": v, "dout": dout}
         preparing = None if lse_gradient else executor.preparing
         given = OwnTensors({name: rows_packed(x) for name, x in own.items()}, out=out)
+        if executor.views.q_format is not None:
+            given.update({name: executor.views.as_read(given[name]) for name in ("q", "dout")})
         given.rows_lse, given.preparing = lse, preparing
         if dlse is not None:
             given["dlse"] = dlse

@@ -16,6 +16,8 @@ from tokenring.api.arguments import (
     check_planning,
     check_schedule,
     check_transport,
+    check_wire,
+    not_chosen,
     schedule_text,
     seconds_limit,
 )
@@ -76,6 +78,8 @@ class ContextParallel(Standing):
     transport: "auto", a name (docs/transports.md), or the `transport` of another ContextParallel of the same group.
     kernel: "auto" or a name.
     pieces: in how many parts chunks move; None: by the schedule and the sizes.
+    wire: a format in which q, k, v and dout travel, encoded once: "mxfp8", "mxint8", ... (docs/layer.md); not with
+        "auto". Its blocks of 32 must divide head dimensions. None: in the tensors' dtype.
     timeout_seconds: how long any wait for a peer may take before it raises PeerLost.
 
     Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds. One thread at a
@@ -99,6 +103,7 @@ class ContextParallel(Standing):
         memory_limit_bytes: int | None = None,
         kernel: str = "auto",
         pieces: int | None = None,
+        wire: str | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         of = self._group = hold(group)
@@ -108,7 +113,8 @@ class ContextParallel(Standing):
         self.lengths = Lengths(like, self.rank, self.world_size)
         self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
         self.topology, self.tensor_parallel, self.memory_limit_bytes = topology, tensor_parallel, memory_limit_bytes
-        self.pieces, self.kernel_name, self.timeout_seconds = pieces, kernel, seconds_limit(timeout_seconds)
+        self.pieces, self.kernel_name, self.wire = pieces, kernel, wire
+        self.timeout_seconds = seconds_limit(timeout_seconds)
         self._transport, self._closed = transport, False
         self._made_here: dict[str, Transport] = {}
         self._spoken: Transport | None = None  # by which the ranks agreed last
@@ -123,6 +129,7 @@ class ContextParallel(Standing):
         check_planning(self.topology, self.memory_limit_bytes, self.world_size, self.tensor_parallel)
         check_transport(self._transport, self.rank, self.world_size)
         check_schedule(self.schedule, self.pieces, self.world_size)
+        check_wire(self.wire, self.schedule)
         self.turn = turn_of(transport, self.world_size)
         self.handle = new_handle(self)
 
@@ -330,15 +337,7 @@ class ContextParallel(Standing):
 
             transport = self.transport_for(request.device, request.workload)
             return planned(self._planner, request, layouts, self._kernel_of(request), transport, modes)
-        if isinstance(self.schedule, str):
-            from tokenring.schedule.names import named_schedule
-
-            made = named_schedule(self.schedule, request.workload, *layouts, request.mask, self.pieces)
-            found: Plan | GivenSchedule = GivenSchedule(made, f"requested by name: {self.schedule}")
-        else:
-            from tokenring.api.given_schedules import given_schedule
-
-            found = given_schedule(self.schedule, request, layouts)
+        found = not_chosen(self.schedule, request, layouts, self.pieces, self.wire)
         if not modes or not isinstance(found, GivenSchedule):
             return found
         from tokenring.planner.choosing.connections import within_connections
@@ -396,4 +395,6 @@ class ContextParallel(Standing):
 
     def _describe(self, request: Request, direction: Pass, *notes: str) -> Description:
         schedule = schedule_text(self.schedule, lambda: self._taken(request).schedule)
+        if self.wire is not None:
+            schedule += f", {self.wire} on the wire of {self._taken(request).schedule.name}"  # which may refuse it
         return describe(self, request, direction, schedule, self.plans, notes)

@@ -5,33 +5,64 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tokenring.api.arguments import check_made_for
+from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing.plan import Plan
 from tokenring.schedule.schedule import GivenSchedule, Schedule
 from tokenring.schedule.scheme import Scheme, build
+from tokenring.sequence.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tokenring.backends.interfaces import AttentionKernel, Transport
+    from tokenring.ir.wire_formats import Codecs
     from tokenring.lowering.target import Target
     from tokenring.planner.choosing.planner import Planner
-    from tokenring.sequence.layout import Layout
+    from tokenring.sequence.mask import Mask
     from tokenring.sequence.workload import Request
 
 
 def given_schedule(
-    asked: Scheme | Schedule | Plan, request: Request, layouts: tuple[Layout, Layout]
+    asked: Scheme | Schedule | Plan, request: Request, layouts: tuple[Layout, Layout], codecs: Codecs = ()
 ) -> GivenSchedule | Plan:
-    """Return what was given, proved, for calls of these layouts. Raises ConfigurationError, ScheduleError."""
+    """Return what was given, proved, for calls of these layouts. Raises ConfigurationError, ScheduleError.
+
+    codecs: formats of its requests, of a Scheme or Schedule that has none of its own.
+    """
     if isinstance(asked, Schedule):
         check_made_for(asked, *layouts, request.mask)
-        return GivenSchedule(asked.verify(), "the schedule that was given")
+        return GivenSchedule(_encoded(asked, codecs).verify(), "the schedule that was given")
     if isinstance(asked, Scheme):
-        return GivenSchedule(build(asked, *layouts, request.mask).verify(), "the scheme that was given")
+        made = build(asked, *layouts, request.mask)
+        return GivenSchedule(_encoded(made, codecs).verify(), "the scheme that was given")
     check_made_for(asked.schedule, *layouts, request.mask)
     reason = f"the plan that was given: {asked.reason}"
     return replace(asked, schedule=asked.schedule.verify(), workload=request.workload, reason=reason)
+
+
+def _encoded(schedule: Schedule, codecs: Codecs) -> Schedule:
+    if not codecs:
+        return schedule
+    from tokenring.ir.wire_formats import encoded
+
+    return encoded(schedule, codecs)
+
+
+def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:
+    """Raise ConfigurationError unless the schedule was made for the layouts and the mask of the call."""
+    for what, made, wanted in (
+        ("q layout", schedule.q_layout, q_layout),
+        ("kv layout", schedule.kv_layout, kv_layout),
+        ("mask", schedule.mask, mask),
+    ):
+        if made != wanted:
+            text = [
+                f"{each.name} of {each.length}" if isinstance(each, Layout) else str(each) for each in (made, wanted)
+            ]
+            raise ConfigurationError(
+                f"schedule {schedule.name!r} was made for {what} {text[0]}, but the call has {text[1]}: "
+                f"make it for this call, or give its Scheme, which is built for each"
+            )
 
 
 def planned(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
+from tokenring.api.arguments import refuse_wire
 from tokenring.api.attention import attend
 from tokenring.api.autograd import (
     FORWARD_MODE,
@@ -87,6 +88,7 @@ def latent_attention(
     # As for `attention`: not whether these tensors want gradients.
     training, operands = torch.is_grad_enabled(), (q, latent, rope, weight)
     with refusing(cp, "forward", *operands):
+        refuse_wire(cp.wire, "latent_attention")
         heads, value_dim = latent_sizes(*operands)
         travels = latent.shape[-1] + rope.shape[-1]
         whole = heads * (q.shape[-1] + value_dim)

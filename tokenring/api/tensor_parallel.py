@@ -82,6 +82,9 @@ class TensorParallel(Standing):
     topology: an Interconnect, by which "auto" chooses; None: every pair of ranks has a link of its own.
     partials: torch.float32 sends parts of sums in fp32, where tensors are bf16: twice their bytes, for an error as of
         one device. None: in the tensors' dtype.
+    wire: a format in which inputs that other ranks ask for, and parts of y and dx, are encoded once where they travel:
+        "mxfp8", "mxint8", "mxfp4" and others (docs/layer.md), for fewer bytes and an error that `plan` tells. Their
+        blocks of 32 must divide the width. None: in the tensors' dtype.
 
     Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds.
     """
@@ -97,6 +100,7 @@ class TensorParallel(Standing):
         stays: Stays = "weights",
         topology: Interconnect | None = None,
         partials: torch.dtype | None = None,
+        wire: str | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         if stays not in STAYS:
@@ -107,12 +111,17 @@ class TensorParallel(Standing):
             raise ConfigurationError(f"schedule={schedule!r}: give a name, as 'direct-q', or 'auto'")
         if partials not in (None, torch.float32):
             raise ConfigurationError(f"partials={partials}: use torch.float32, or None for the tensors' dtype")
+        if wire is not None:
+            from tokenring.ir.wire_formats import wire_format
+
+            wire_format(wire)
         if topology is not None:
             _check_topology(topology)
         self._closed = False
         self._base = ContextParallel(group, "contiguous", "ring", transport, timeout_seconds=timeout_seconds)
         self.rank, self.world_size, self.turn = self._base.rank, self._base.world_size, self._base.turn
         self.schedule, self.stays, self.topology, self.partials = schedule, stays, topology, partials
+        self.wire = wire
         if schedule != "auto":
             from tokenring.schedule.families.registry import parse
 
@@ -172,11 +181,17 @@ class TensorParallel(Standing):
         self, operator: str, sizes: tuple[int, int, int], like: torch.Tensor, stays: Stays | None = None
     ) -> LinearRequest:
         """Return the request of a layer of these tokens, features and width. stays: None: what `self.stays` says."""
+        self._check_wire(sizes[2], like.dtype)
+        if self.wire is not None:
+            from tokenring.backends.codecs.trial import check_device
+
+            check_device(self.wire, like.dtype, like.device)
         name = self._names(operator, *sizes, like.dtype, stays or self.stays)
         return LinearRequest(operator, name, *sizes, like.dtype, like.device)
 
     def collective(self, elements: int, like: torch.Tensor) -> LinearRequest:
         """Return the request of a collective of so many elements, at least: in rows, as its schedule's pieces want."""
+        self._check_collective()
         name, rows = self._cuts(elements, like.dtype)
         return LinearRequest("reduce", name, rows, self.world_size, -(-elements // rows), like.dtype, like.device)
 
@@ -227,7 +242,7 @@ class TensorParallel(Standing):
     def _describe(self, request: LinearRequest, given: Given, direction: Pass) -> Description:
         """Describe a call; sizes follow from the shapes that are given."""
         fields = {"dtype": request.dtype, "device": request.device.type, "schedule": request.schedule}
-        own = {"stays": self.stays, "partials": self.partials or "as the tensors"}
+        own = {"stays": self.stays, "partials": self.partials or "as the tensors", "wire": self.wire or "none"}
         return Description.of({**given, "pass": direction, **fields, **own})
 
     def _bound(self, request: LinearRequest, passes: tuple[Pass, ...], transport: Transport | None) -> list[Executor]:
@@ -283,7 +298,27 @@ class TensorParallel(Standing):
         return pair_box(self.schedule_of(request), self.rank)
 
     def _codecs(self, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
-        return WIDE if self.partials is not None and self.partials != dtype else ()
+        wide = WIDE if self.partials is not None and self.partials != dtype else ()
+        if self.wire is None:
+            return wide
+        from tokenring.ir.wire_formats import ENCODED, codecs_of
+
+        return tuple((dict(codecs_of(self.wire, dtype, ENCODED)) | dict(wide)).items())
+
+    def _check_wire(self, width: int, dtype: torch.dtype) -> None:
+        if self.wire is None:
+            return
+        from tokenring.ir.wire_formats import check_smaller, check_width
+
+        check_smaller(self.wire, dtype)
+        check_width(self.wire, width)
+
+    def _check_collective(self) -> None:
+        if self.wire is not None:
+            raise UnsupportedError(
+                f"collectives in a wire format are not supported, and wire={self.wire!r}: call them with a "
+                f"TensorParallel without one"
+            )
 
     def _check_planned(self, operator: object, tokens: int, features: int, width: int, dtype: object) -> None:
         if operator not in PLANNED:
@@ -305,6 +340,10 @@ class TensorParallel(Standing):
             )
         if dtype not in DTYPES:
             raise UnsupportedError(f"a plan in {dtype} is not supported; use float32 or bfloat16")
+        if operator in COLLECTIVES:
+            self._check_collective()
+        assert isinstance(dtype, torch.dtype)
+        self._check_wire(width, dtype)
 
     def _make_schedule(self, request: LinearRequest) -> Schedule:
         from tokenring.ir.operators import OPERATORS
@@ -316,7 +355,11 @@ class TensorParallel(Standing):
             make_layout("contiguous", self.world_size, size) for size in (request.tokens, request.features)
         )
         made = make_schedule(request.schedule, rows, columns, Full())
-        made = made.replace(operator=OPERATORS[request.operator], codecs=self._codecs(request.dtype))
+        made = made.replace(operator=OPERATORS[request.operator])
+        if codecs := self._codecs(request.dtype):
+            from tokenring.ir.wire_formats import encoded
+
+            made = encoded(made, codecs)
         check_paired(made)
         return made
 

@@ -141,8 +141,8 @@ class ScheduleData:
     `q_pieces` and `kv_pieces` cut each chunk into so many neighbouring parts that move apart.
     `keep` names the kinds ("q", "kv") that backward finds where forward gathered them: kept kv do
     not move again, kept q carry only what is new. `slack` is how many steps a partial may be on its
-    way before its owner waits for it (None: until the end). `codecs` says how requests of a kind are
-    written on the wire, and which partials of a layer are in fp32 there. `operator` is what tiles compute.
+    way before its owner waits for it (None: until the end). `codecs` says in which format blocks of a kind are
+    written on the wire (`ir.wire_formats`; or FULL, for partials of a layer). `operator` is what tiles compute.
     """
 
     name: str
@@ -273,6 +273,11 @@ class ScheduleData:
         One that a relay adds, or adds to, does, and those of a kind with codec FULL.
         """
         return move.block in self._wide_partials or (bool(self.codecs) and move.block.kind in self._wide_kinds)
+
+    @cached_property
+    def formats(self) -> dict[str, str]:
+        """The wire formats in which the owners of requests, and the makers of partials, encode blocks, by kind."""
+        return {kind: codec for kind, codec in self.codecs if codec != FULL}
 
     @cached_property
     def _wide_kinds(self) -> frozenset[str]:

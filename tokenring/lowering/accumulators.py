@@ -116,7 +116,7 @@ class Accumulators:
         """Return the accumulator of what this rank makes for the owners of a slab's units."""
         if slab.key not in self.partial_slots:
             rows = len(slab.blocks) * self.schedule.unit_length(kind)
-            full = slab.key not in self.agenda.direct_partials
+            full = slab.key not in self.agenda.direct_partials or not self.agenda.narrow(kind)
             self.partial_slots[slab.key] = self.slots.take(Slot(kind, rows, full), self.listing.step, self.patience)
         return self.partial_slots[slab.key]
 
@@ -129,7 +129,7 @@ class Accumulators:
         return self.incoming_slots[key]
 
     def _full(self, message: Message) -> bool:
-        return not self.half or message.full_precision
+        return message.full_precision or not self.agenda.narrow(message.kind)
 
     def _finish_partial(self, message: Message) -> None:
         """Make a partial ready to send: add what came for it on the way, fill what nothing reached, convert it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from functools import cached_property
 
-from tokenring.ir.schedule_data import PARTIALS, REQUESTS, Block, Pass, Tile
+from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Pass, Tile
 from tokenring.lowering.calls import KernelCall, Supports, calls_of_rank
 from tokenring.lowering.slots import Coverage
 from tokenring.lowering.storage import Group, Message, Slab, Storage
@@ -16,7 +16,7 @@ class Agenda:
 
     `adds` are partials that this rank adds to its own on their way home, `homecoming` those for
     units that it owns. `direct_partials` are the slabs of which no row is ever written twice:
-    their partials may be written in the wire's dtype at once. Only asked for when `half`.
+    their partials may be written as they are on the wire at once. Only asked for where that is `narrow`.
     It is the same whenever receives are posted, and does not change.
     """
 
@@ -32,7 +32,11 @@ class Agenda:
         received = self.incoming(PARTIALS)
         self.homecoming = [m for m in received if m.owner == rank]
         self.adds = [m for m in received if m.add and m.owner != rank]
-        self.direct_partials = self._written_once() if half else set()
+        self.direct_partials = self._written_once() if any(self.narrow(kind) for kind in PARTIAL_OF.values()) else set()
+
+    def narrow(self, kind: Kind) -> bool:
+        """Return whether partials of a kind are narrower on the wire than in accumulators, which are in fp32."""
+        return self.half or kind in self.schedule.formats
 
     def by_step(self, early: bool, small: bool) -> dict[int, list[Message]]:
         """Return the messages by the step in which they are posted, some receives at once (in step 0).

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import torch
-
 from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PASSES, ScheduleData
 from tokenring.lowering.lower import lower
@@ -24,7 +22,7 @@ from tokenring.lowering.program import Program, Recv, Send, Wait
 from tokenring.lowering.rounds import PostEnd, batches, distance, rounds
 from tokenring.lowering.target import Target
 from tokenring.proof.rendezvous import Post, Wrong, name_of, peer
-from tokenring.sequence.workload import Workload
+from tokenring.proof.visible_pairs import proof_workload
 
 Cut = Callable[[Sequence[PostEnd], int, int, bool], list[list[int]]]
 
@@ -123,8 +121,7 @@ def end_of(post: Post) -> PostEnd:
 
 def replay_schedule_in_batches(schedule: ScheduleData, in_pairs: bool = False) -> None:
     """Lower both passes for every rank, and run them with messages in batches. Raises ScheduleError."""
-    groups, target = schedule.head_groups, Target(early_receives=False)
-    workload = Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 1, torch.bfloat16)
+    target, workload = Target(early_receives=False), proof_workload(schedule)
     for direction in PASSES:
         programs = [lower(schedule, rank, direction, workload, target) for rank in range(schedule.world_size)]
         replay_batches(schedule.name, programs, in_pairs)

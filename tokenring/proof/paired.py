@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from tokenring.errors import ScheduleError
-from tokenring.ir.schedule_data import FULL, PARTIAL_OF, REQUEST_OF, Kind, Pass, ScheduleData
+from tokenring.ir.schedule_data import PARTIAL_OF, Kind, Pass, ScheduleData
 from tokenring.lowering.pair_box import PairBox, pair_box
 from tokenring.lowering.program import NOTHING, Multiply, made_by
 from tokenring.proof.slot_contents import Tokens, joined_tokens
 from tokenring.sequence.mask import Full
 
 PAIR_KINDS: tuple[Kind, Kind] = ("q", "kv")
-WIDE = {(kind, FULL) for kind in REQUEST_OF}
 
 
 class BeyondPairs(Exception):
@@ -56,7 +55,6 @@ def check_paired(schedule: ScheduleData) -> None:
         f"mask {schedule.mask}: use Full()": schedule.mask != Full(),
         f"{schedule.head_groups} head groups: it has no heads": schedule.head_groups > 1,
         f"keep={', '.join(sorted(schedule.keep))}: nothing is kept": bool(schedule.keep),
-        f"codecs of requests: of its partials alone, and {FULL!r}": not set(schedule.codecs) <= WIDE,
         "a striped layout: chunks must be neighbouring positions": not _has_whole_chunks(schedule),
     }
     for why, found in refused.items():

@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PASSES, REQUEST_OF, Kind, ScheduleData, Tile
 from tokenring.lowering.lower import agenda_of, lower_agenda
@@ -56,8 +54,7 @@ from tokenring.proof.slot_contents import (
     results,
     tokens_of,
 )
-from tokenring.proof.visible_pairs import Kinds, Pairs, Tally
-from tokenring.sequence.workload import Workload
+from tokenring.proof.visible_pairs import Kinds, Pairs, Tally, proof_workload
 
 RESULTS = REQUEST_OF.keys()  # the kinds of what tiles make
 Kept = list[list[dict[int, Rows]]]  # by rank: what each kept slot holds, by head group
@@ -69,8 +66,7 @@ def replay_schedule(schedule: ScheduleData, targets: Sequence[Target] = APART) -
     Programs of the strict kind in one queue a rank for everything: they then run where there are several, too. So do
     those with collectives.
     """
-    groups = schedule.head_groups
-    workload = Workload(1, schedule.q_layout.length, schedule.kv_layout.length, groups, groups, 1, torch.bfloat16)
+    workload = proof_workload(schedule)
     pairs, storage = Pairs(schedule), storage_of(schedule)
     kept: dict[Target, Kept] = {}
     for direction in PASSES:
@@ -111,7 +107,7 @@ class _Replay:
         self.pairs, self.schedule = pairs, pairs.schedule
         self.direction = programs[0].direction
         self.kinds: tuple[Kind, ...] = self.schedule.operator.home[self.direction]
-        self.in_pairs = PairTokens(self.schedule)
+        self.in_pairs, self.encoded = PairTokens(self.schedule), RESULTS & self.schedule.formats.keys()
         self.tally = Tally(pairs, self.kinds)
         self.ranks = [Rank(program) for program in programs]
         for rank, slots in zip(self.ranks, kept or [], strict=bool(kept)):
@@ -161,7 +157,8 @@ class _Replay:
             self._met(*meeting)
 
     def _met(self, sender: Rank, send: Send, receiver: Rank, recv: Recv) -> None:
-        if sender.program.slots[send.span.slot].kind != receiver.program.slots[recv.span.slot].kind:
+        given, taken = sender.program.slots[send.span.slot], receiver.program.slots[recv.span.slot]
+        if given.kind != taken.kind or (self.encoded and given.full_precision != taken.full_precision):
             raise receiver.wrong(f"{name_of(recv)} goes into a slot of another kind")
         receiver.carried[recv.message] = moved(sender.carried.pop(send.message), recv.span.start - send.span.start)
         for end, message in ((sender, send.message), (receiver, recv.message)):
@@ -221,6 +218,10 @@ class _Replay:
                 if run.owner != NOBODY and (run.owner != rank.rank or run.row != run.start):
                     there = self.pairs.block(REQUEST_OF[kind], rank.rank, run.start, heads)
                     raise rank.wrong(f"puts {self._names(kind, [run], heads)} home into the rows of {there}")
+        if kind in self.encoded and not rank.program.slots[slot].full_precision:
+            from tokenring.proof.encodings import encoded
+
+            runs = encoded(rank, span, runs, first)
         if first:
             self._check_free(rank, span)
             rank.held[slot][heads].update({run.start: run for run in runs})
@@ -282,6 +283,8 @@ class _Replay:
         self._check_free(rank, pack.into)
         if rank.program.slots[pack.into.slot].kind != pack.kind or pack.source.rows != pack.into.rows:
             raise rank.wrong(f"packs rows of {pack.kind} into {pack.into}, which is of another kind or size")
+        if pack.source.slot != OWN:
+            raise rank.wrong(f"packs rows of slot {pack.source.slot}: what is not its own it sends on as it came")
         slot, start, stop, heads = pack.into
         rank.held[slot][heads][start] = ContentRun(start, stop, rank.rank, pack.source.start)
 

@@ -35,7 +35,7 @@ class Twice(Exception):
 class ContentRun(NamedTuple):
     """Rows [start, stop) hold neighbouring tokens of one rank, from its own row `row` on, or results for them.
 
-    made: the kernel calls whose results are merged in these rows, as bits.
+    made: the kernel calls whose results are merged in these rows, as bits. coder: the rank that encoded some of these.
     """
 
     start: int
@@ -43,6 +43,7 @@ class ContentRun(NamedTuple):
     owner: int
     row: int
     made: int = 0
+    coder: int | None = None
 
 
 Rows = dict[int, ContentRun]  # disjoint, by their first row
@@ -52,14 +53,14 @@ Tokens = tuple[tuple[int, int, int], ...]  # what rows hold one after another: h
 def clip(run: ContentRun, start: int, stop: int) -> ContentRun:
     """Return what of the run lies in rows [start, stop)."""
     low, high = max(start, run.start), min(stop, run.stop)
-    return ContentRun(low, high, run.owner, run.row + low - run.start, run.made)
+    return ContentRun(low, high, run.owner, run.row + low - run.start, run.made, run.coder)
 
 
 def overlaps(rows: Rows, start: int, stop: int) -> bool:
     """Return whether any of rows [start, stop) hold something."""
     if start in rows:
         return True
-    for low, high, _, _, _ in rows.values():  # noqa: SIM110 - asked for each write; `any` takes thrice as long
+    for low, high, _, _, _, _ in rows.values():  # noqa: SIM110 - asked for each write; `any` takes thrice as long
         if start < high and low < stop:
             return True
     return False
@@ -114,7 +115,8 @@ def _joined(held: ContentRun, run: ContentRun) -> ContentRun:
         raise Mixed(held)
     if held.made & run.made:
         raise Twice(held.made & run.made)
-    return ContentRun(held.start, held.stop, held.owner, held.row, held.made | run.made)
+    coder = run.coder if held.coder is None else held.coder
+    return ContentRun(held.start, held.stop, held.owner, held.row, held.made | run.made, coder)
 
 
 def _cut(rows: Rows, at: int) -> None:

@@ -6,12 +6,26 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
+
 from tokenring.ir.schedule_data import Block, Kind, ScheduleData
 from tokenring.proof.slot_contents import ContentRun, Rows, Tokens, add
 from tokenring.sequence.region import Patch, Region, tidy
+from tokenring.sequence.workload import Workload
 
 Kinds = tuple[Kind, ...] | None  # of results; None: all of the pass
 Cell = tuple[tuple[int, int], Patch]  # (q unit, kv unit), and what is computed of it, in rows and columns of the units
+
+
+def proof_workload(schedule: ScheduleData) -> Workload:
+    """Return the sizes for which programs are proved: as narrow as the schedule's wire formats allow."""
+    width = 1
+    if schedule.codecs:
+        from tokenring.proof.encodings import width_of
+
+        width = width_of(schedule)
+    heads = schedule.head_groups
+    return Workload(1, schedule.q_layout.length, schedule.kv_layout.length, heads, heads, width, torch.bfloat16)
 
 
 class Pairs:

@@ -7,10 +7,8 @@ from itertools import pairwise
 from tokenring.errors import ConfigurationError, ScheduleError
 from tokenring.ir.passes import move_order, tile_order
 from tokenring.ir.schedule_data import (
-    FULL,
     KINDS,
     PARTIALS,
-    REQUEST_OF,
     REQUESTS,
     Block,
     Kind,
@@ -18,7 +16,6 @@ from tokenring.ir.schedule_data import (
     ScheduleData,
     Tile,
 )
-from tokenring.lowering.records import CODECS
 from tokenring.sequence.layout import check_partition
 
 
@@ -74,18 +71,12 @@ def _check_units(schedule: ScheduleData) -> None:
             check_partition(layout)
         except ConfigurationError as error:
             raise ScheduleError(f"{schedule.name}: {error}") from None
-    partials = {} if schedule.operator.pairs is None else dict.fromkeys(REQUEST_OF, FULL)
-    codecs = [(kind, codec) for kind, codec in schedule.codecs if partials.get(kind) != codec]
-    named = {*schedule.keep, *(kind for kind, _ in codecs)}
-    if not named <= set(kinds) or (schedule.slack is not None and schedule.slack < 0):
-        raise ScheduleError(f"{schedule.name}: keep and codecs are for q and kv, and slack is not negative")
-    for of, codec in codecs:
-        if codec not in CODECS:
-            raise ScheduleError(
-                f"{schedule.name}: codec {codec!r} of {of} is not known; use one of {', '.join(CODECS)}"
-            )
-    if len(dict(schedule.codecs)) < len(schedule.codecs):
-        raise ScheduleError(f"{schedule.name}: it has two codecs for one kind")
+    if not schedule.keep <= set(kinds) or (schedule.slack is not None and schedule.slack < 0):
+        raise ScheduleError(f"{schedule.name}: keep is for q and kv, and slack is not negative")
+    if schedule.codecs:
+        from tokenring.proof.encodings import check_codecs
+
+        check_codecs(schedule)
 
 
 def _check_mask(schedule: ScheduleData) -> None:

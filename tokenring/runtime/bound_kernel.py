@@ -14,17 +14,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 from tokenring.backends.interfaces import AttentionKernel, MaskingKernel, PackingKernel, Tiles
 from tokenring.errors import ConfigurationError
-from tokenring.lowering.program import Attend, Instruction, Program, Span
+from tokenring.lowering.program import OWN, Attend, Instruction, Program, Span
 from tokenring.runtime.call import ActiveCall
 from tokenring.sequence.region import Patch
 from tokenring.sequence.workload import Workload
 
+if TYPE_CHECKING:
+    from tokenring.ir.schedule_data import Kind
+
+Operands = Callable[[ActiveCall], tuple[tuple[Any, ...], dict[str, torch.Tensor]]]  # by position, by name
 Together = tuple[Instruction, ...]
 MANY_RUNS = 8  # of neighbours, from which on calls of a tile go in chains
 MOST_TOGETHER = 512  # whose operands, lists of lengths and results one call is to hold
@@ -42,6 +46,44 @@ def holding(kernel: AttentionKernel, program: Program, workload: Workload, devic
 def held(kernel: AttentionKernel, tiles: Tiles) -> AttentionKernel:
     """Return a kernel that holds the masks of these tiles, if it uses any; they live as long as it does."""
     return kernel.holding(tiles) if isinstance(kernel, MaskingKernel) else kernel
+
+
+# ---------- operands
+
+
+class BindsOperands(Protocol):
+    """The part of the executor's binder that knows where operands lie."""
+
+    forward: bool
+
+    def operand(self, span: Span, name: str, kind: Kind) -> Callable[[ActiveCall], torch.Tensor]:
+        """Return a getter of a kernel operand: [B, H, S, D], or [B, H, S] for a statistic."""
+
+
+def operands_of(binder: BindsOperands, first: Attend, last: Attend) -> Operands:
+    """Return the getter of a kernel's operands: the rows and columns from one call to another of the same tile."""
+    q_span, kv_span = spanned(first.q, last.q), spanned(first.kv, last.kv)
+    kept_q = spanned(first.kept_q, last.kept_q) if first.kept_q and last.kept_q else q_span
+    q = binder.operand(kept_q, "q", "q")
+    k, v = binder.operand(kv_span, "k", "kv"), binder.operand(kv_span, "v", "kv")
+    if binder.forward:
+        return lambda call: ((q(call), k(call), v(call)), {})
+    dout, lse = binder.operand(q_span, "dout", "q"), binder.operand(q_span, "lse", "q")
+    delta = binder.operand(q_span, "delta", "q")
+
+    def by_delta(call: ActiveCall) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
+        return (dout(call), q(call), k(call), v(call), lse(call), delta(call)), {}
+
+    if q_span.slot != OWN:  # delta came with q
+        return by_delta
+    out = binder.operand(q_span, "out", "q")
+
+    def by_out(call: ActiveCall) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
+        if "dlse" in call.own:  # which delta holds, and out does not
+            return by_delta(call)
+        return (dout(call), q(call), k(call), v(call), lse(call), None), {"out": out(call)}
+
+    return by_out
 
 
 # ---------- calls that go together

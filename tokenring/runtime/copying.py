@@ -84,7 +84,9 @@ def copied_together(binder: Binding, groups: Sequence[Together], steps: Sequence
     order = [each for group in groups for each in group]
     alone = [each if len(group) == 1 else None for group in groups for each in group]
     made = running_together(binder, order, alone, steps)
-    for at, positions in copy_runs(alone):
+    encoded = binder.views.records.formats
+    copies = [None if isinstance(each, Pack | Merge) and each.kind in encoded else each for each in alone]
+    for at, positions in copy_runs(copies):
         run = [order[each] for each in positions]
         for each in positions:
             made[each] = _nothing

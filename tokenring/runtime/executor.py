@@ -34,7 +34,7 @@ from tokenring.lowering.program import (
     Wait,
 )  # fmt: skip
 from tokenring.runtime.agreement import Disagreement, settle
-from tokenring.runtime.bound_kernel import holding, of_call, patches, spanned, together
+from tokenring.runtime.bound_kernel import holding, of_call, operands_of, patches, together
 from tokenring.runtime.call import ActiveCall, Step, profiling, ranged, run_steps
 from tokenring.runtime.message_groups import Collectives, grouped, placed, settled
 from tokenring.runtime.pool import Landed, Pool, Views, heads_first, own_rows, rows_first
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 Made = tuple[torch.Tensor, ...]  # what a kernel returns
 Sink = Callable[[ActiveCall, Made], None]
-Operands = Callable[[ActiveCall], tuple[tuple[Any, ...], dict[str, torch.Tensor]]]  # by position, by name
 Getter = Callable[[ActiveCall], torch.Tensor]
 Accept = Callable[[ActiveCall, list[torch.Tensor]], None]
 
@@ -242,13 +241,29 @@ class _Binder:
         low, high = self.head_range(spec.kind, span.heads)
         return lambda call: call.outputs[slot][name][span.start : span.stop, :, low:high]
 
+    def read(self, span: Span, name: str) -> Getter:
+        """Return a getter of a span's field, decoded if it is encoded: until the next one of this name is read."""
+        field, codec = self.field(span, name), self.views.codec(span.slot, name)
+        if codec is None:
+            return field
+        decode, into = codec.decode, self.views.decoded(span, name)
+        return lambda call: decode(field(call), into)
+
+    def write(self, span: Span, name: str) -> Callable[[ActiveCall, torch.Tensor], object]:
+        """Return a function that overwrites a span's field, and encodes what it writes if the field is encoded."""
+        field, codec = self.field(span, name), self.views.codec(span.slot, name)
+        if codec is None:
+            return lambda call, new: field(call).copy_(new)
+        encode = codec.encode
+        return lambda call, new: encode(new, field(call))
+
     def _pack(self, pack: Pack) -> Step:
-        targets = [(each.name, self.field(pack.into, each.name)) for each in self.views.record(pack.into.slot).fields]
+        writes = [(each.name, self.write(pack.into, each.name)) for each in self.views.record(pack.into.slot).fields]
         heads = self.head_range(pack.kind, pack.source.heads)
 
         def copy(call: ActiveCall) -> None:
-            for name, target in targets:
-                target(call).copy_(own_rows(call.own[name], pack.source, *heads))
+            for name, write in writes:
+                write(call, own_rows(call.own[name], pack.source, *heads))
 
         return copy
 
@@ -257,6 +272,9 @@ class _Binder:
     def operand(self, span: Span, name: str, kind: Kind) -> Getter:
         """Return a getter of a kernel operand: [B, H, S, D], or [B, H, S] for a statistic."""
         if span.slot != OWN:
+            if self.views.codec(span.slot, name) is not None:
+                read = self.read(span, name)
+                return lambda call: heads_first(read(call))
             return self._fixed(span, lambda kept: heads_first(self.views.field(span, name, kept)))
         (low, high), rows = self.head_range(kind, span.heads), slice(span.start, span.stop)
         if name in ("lse", "delta"):
@@ -266,7 +284,7 @@ class _Binder:
     def _attend(self, attend: Attend) -> Step:
         patch, direction = attend.patch, self.program.direction
         kernel, scale = of_call(self.kernel, self.scale)
-        operands = self.operands(attend, attend)
+        operands = operands_of(self, attend, attend)
         copied = [each for each in attend.results if self.copying and each.first and not self.adopts(attend, each)]
         sinks = [self.copying.results_copied(self, copied)] if copied else []
         sinks += [self.sink(attend, result) for result in attend.results if result not in copied]
@@ -282,7 +300,7 @@ class _Binder:
     def _attend_packed(self, attends: tuple[Attend, ...]) -> Step:
         """Bind several patches of a tile to one kernel call."""
         parts, (kernel, scale) = patches(attends), of_call(self.kernel, self.scale)
-        operands, accept = self.operands(attends[0], attends[-1]), self.joined.results(attends)
+        operands, accept = operands_of(self, attends[0], attends[-1]), self.joined.results(attends)
         packed = f"{self.program.direction}_packed"
 
         def attend_patches(call: ActiveCall) -> None:
@@ -290,31 +308,6 @@ class _Binder:
             accept(call, getattr(kernel(call), packed)(*given, **out, patches=parts, scale=scale))
 
         return attend_patches
-
-    def operands(self, first: Attend, last: Attend) -> Operands:
-        """Return the getter of a kernel's operands: the rows and columns from one call to another of the same tile."""
-        q_span, kv_span = spanned(first.q, last.q), spanned(first.kv, last.kv)
-        kept_q = spanned(first.kept_q, last.kept_q) if first.kept_q and last.kept_q else q_span
-        q = self.operand(kept_q, "q", "q")
-        k, v = self.operand(kv_span, "k", "kv"), self.operand(kv_span, "v", "kv")
-        if self.forward:
-            return lambda call: ((q(call), k(call), v(call)), {})
-        dout, lse = self.operand(q_span, "dout", "q"), self.operand(q_span, "lse", "q")
-        delta = self.operand(q_span, "delta", "q")
-
-        def by_delta(call: ActiveCall) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
-            return (dout(call), q(call), k(call), v(call), lse(call), delta(call)), {}
-
-        if q_span.slot != OWN:  # delta came with q
-            return by_delta
-        out = self.operand(q_span, "out", "q")
-
-        def by_out(call: ActiveCall) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
-            if "dlse" in call.own:  # which delta holds, and out does not
-                return by_delta(call)
-            return (dout(call), q(call), k(call), v(call), lse(call), None), {"out": out(call)}
-
-        return by_out
 
     def sink(self, attend: Attend, result: Result) -> Sink:
         """Return a function that writes rows of a kernel's result to where they belong."""
@@ -373,26 +366,31 @@ class _Binder:
 
     def accept(self, kind: Kind, into: Span, first: bool) -> Accept:
         """Return a function that adds results [rows, B, heads, D] to those that there are; the first is copied."""
+        if first:
+            writes = [self.write(into, name) for name in self.names(kind)]
+
+            def overwrite(call: ActiveCall, news: list[torch.Tensor]) -> None:
+                for write, new in zip(writes, news, strict=True):
+                    write(call, new)
+
+            return overwrite
         targets = [self.field(into, name) for name in self.names(kind)]
 
         def add(call: ActiveCall, news: list[torch.Tensor]) -> None:
             for target, new in zip(targets, news, strict=True):
-                if first:
-                    target(call).copy_(new)
-                else:
-                    target(call).add_(new)
+                target(call).add_(new)
 
         return add
 
     def _merge(self, merge: Merge) -> Step:
-        if merge.first and self.copying is not None:
+        if merge.first and self.copying is not None and merge.kind not in self.views.records.formats:
             return self.copying.merging(self, [merge])  # type: ignore[no-any-return]
         if self.forward and self.operator.merge == "log-sum-exp":
             accept = self.accept_out(merge.into, merge.first)
             out, lse = self.field(merge.source, "out"), self.field(merge.source, "lse")
             return lambda call: accept(call, out(call), lse(call))
         add = self.accept(merge.kind, merge.into, merge.first)
-        sources = [self.field(merge.source, name) for name in self.names(merge.kind)]
+        sources = [self.read(merge.source, name) for name in self.names(merge.kind)]
         return lambda call: add(call, [source(call) for source in sources])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -12,11 +13,20 @@ from tokenring.backends.interfaces import Transport, Work
 from tokenring.errors import UnsupportedError
 from tokenring.ir.schedule_data import ScheduleData
 from tokenring.lowering.program import Collective, Program, Span, bundled_bytes, landing_slots
-from tokenring.lowering.records import Field, Record, Records, aligned, scratch_bytes, slot_bytes
+from tokenring.lowering.records import (
+    Field,
+    Record,
+    Records,
+    aligned,
+    decoded_bytes,
+    scratch_bytes,
+    slot_bytes,
+)
 from tokenring.sequence.workload import Workload
 from tokenring.weak_method import weakly
 
 if TYPE_CHECKING:
+    from tokenring.backends.codecs.choice import Codec
     from tokenring.backends.devices import DeviceRuntime
     from tokenring.runtime.streams import Streams
 
@@ -71,6 +81,9 @@ class Views:
         self.program, self.pool, self.workload, self.operator = program, pool, workload, schedule.operator
         self.records = Records(schedule, workload, program.direction)
         self.forward_records = Records(schedule, workload, "forward")
+        form = self.records.formats.get("q")
+        moves = form is not None and any(move.block.kind == "q" for move in schedule.moves)  # in either pass
+        self.q_format = form.name if form is not None and moves else None
         self.nbytes = slot_bytes(schedule, workload, program)
         self.offsets, at = [], 0
         for slot, size in zip(program.slots, self.nbytes, strict=True):
@@ -90,8 +103,13 @@ class Views:
         for bundle, size in bundled_bytes(self.nbytes, program).items():
             self._bundles[bundle] = at, at + size
             at += aligned(size)
+        end = at + aligned(scratch_bytes(schedule, workload, program))
+        self._decoded: dict[str, int] = {}  # where tensors lie that are decoded, by name
+        for name, size in decoded_bytes(schedule, workload, program).items():
+            self._decoded[name] = at
+            at += aligned(size)
         self._scratch_at = at
-        pool.reserve(at + aligned(scratch_bytes(schedule, workload, program)))
+        pool.reserve(end)
         self.base = pool.data
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the pool as values of a dtype
 
@@ -147,6 +165,33 @@ class Views:
         self.pool.touch(self._scratch_at + aligned(4 * count))
         flat = self.base[self._scratch_at : self._scratch_at + 4 * count].view(torch.float32)
         return flat.view(2, rows, self.workload.batch, heads)
+
+    def codec(self, slot: int, name: str) -> Codec | None:
+        """Return the codec of a field of a slot; None: it is not encoded."""
+        if not self._decoded or (form := self.record(slot).field(name).codec) is None:
+            return None
+        from tokenring.backends.codecs.choice import codec_of
+
+        return codec_of(form)
+
+    def as_read(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows of q or dout [B, T, H, D] as other ranks read them, where q travels encoded, else as they are.
+
+        All tiles of a row have one q and one dout then: what rounding adds is common to its scores, and cancels.
+        """
+        if self.q_format is None:
+            return rows
+        from tokenring.backends.codecs.choice import codec_of, there_and_back
+
+        return there_and_back(codec_of(self.q_format), rows)
+
+    def decoded(self, span: Span, name: str) -> torch.Tensor:
+        """Return the memory into which a field of a span is decoded: [rows, B, heads, D]. Others share it."""
+        record, size = self.record(span.slot), self.workload
+        shape = (span.rows, size.batch, record.heads, record.field(name).elements)
+        nbytes, start = math.prod(shape) * size.dtype.itemsize, self._decoded[name]
+        self.pool.touch(start + aligned(nbytes))
+        return self.base[start : start + nbytes].view(size.dtype).view(shape)
 
     def new_kept(self, device: torch.device) -> torch.Tensor | None:
         """Allocate memory for what forward keeps for backward, uint8; None where it keeps nothing."""

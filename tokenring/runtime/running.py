@@ -16,7 +16,7 @@ from tokenring.backends.interfaces import RunningKernel
 from tokenring.backends.merging.choice import merger_for
 from tokenring.backends.merging.torch_merger import AcceptOut, accepting_by
 from tokenring.lowering.program import Attend, Fill, Instruction, Merge, Recv, Send, Span
-from tokenring.runtime.bound_kernel import folded
+from tokenring.runtime.bound_kernel import folded, operands_of
 from tokenring.runtime.call import ActiveCall, Step
 from tokenring.runtime.pool import rows_first
 
@@ -99,7 +99,7 @@ def _touched(each: Instruction) -> set[int]:
 
 def _tile(binder: Any, run: int, attend: Attend, first: bool, last: bool) -> Step:
     kernel, scale, patch = binder.kernel, binder.scale, attend.patch
-    operands, into = binder.operands(attend, attend), attend.results[0].into
+    operands, into = operands_of(binder, attend, attend), attend.results[0].into
     accept = binder.accept_out(into, True) if first else _accepting(binder, into)
 
     def attend_tile(call: ActiveCall) -> None:

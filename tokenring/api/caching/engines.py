@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
+from tokenring.api.arguments import refuse_wire
 from tokenring.api.inputs import check_context
 from tokenring.errors import ConfigurationError
 from tokenring.runtime.agreement import Description, refusing
@@ -60,6 +61,7 @@ def combine(
     """
     check_context(cp)
     with Hearing(cp, out):
+        refuse_wire(cp.wire, "combine")
         _check_partial(out, lse, cp, q_home)
     lse = lse if is_lse_base_on_e else lse * math.log(2.0)
     empty = ~lse.isfinite()
@@ -78,6 +80,7 @@ def gather_queries(q: torch.Tensor, cp: ContextParallel) -> torch.Tensor:
     check_context(cp)
     with Hearing(cp, q):
         cp.check_open()
+        refuse_wire(cp.wire, "gather_queries")
         if not isinstance(q, torch.Tensor) or q.dim() != 3:
             raise ConfigurationError(f"gather_queries expects a tensor q [B, H/P, D]; got {_shape(q)}")
     if cp.world_size == 1:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from tokenring.api.arguments import refuse_wire
 from tokenring.api.caching.filling import Filled, Room, places
 from tokenring.api.caching.memory import NOTHING, CacheMemory, Home, Starts
 from tokenring.api.inputs import check_context
@@ -65,6 +66,7 @@ class KVCache(CacheMemory, Standing):
         starts: Starts = None,
     ) -> None:
         check_context(cp)
+        refuse_wire(cp.wire, "attention over a KVCache")
         width, of_values = _size("head_dim", head_dim), value_dim if latent_dim is None else latent_dim
         widths = width, width if of_values is None else _size("value_dim", of_values)
         if latent_dim is not None and (value_dim is not None or kv_heads != 1 or widths[1] > width):

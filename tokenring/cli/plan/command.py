@@ -53,6 +53,8 @@ def main(argv: list[str]) -> int:
     for name in ("features", "width", "bytes"):
         if getattr(options, name) is not None:
             raise ConfigurationError(f"--{name} is a size of --operator NAME, and attention has none")
+    if options.wire is not None:
+        raise ConfigurationError("--wire goes with --operator column or row: plans of attention are without")
     if options.cached is not None:
         given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(UNUSED)))
         return _cached(options, given, console)
@@ -180,6 +182,7 @@ def _parser() -> Parser:
         help="plan column, row, all-reduce, reduce-scatter or all-gather, not attention (docs/layer.md)")  # fmt: skip
     add("--features", metavar="N", help="of column and row: output features of all ranks (28k)")
     add("--width", metavar="N", help="of column and row: elements of a token (8k)")
+    add("--wire", metavar="FORMAT", help="of column and row: a format of what travels, as mxfp8 (docs/layer.md)")
     add("--bytes", metavar="N", help="of a collective: the whole tensor (16M)")
     add("--cached", metavar="N", help="plan inference: new tokens over a KV cache of so many (docs/inference.md)")
     add("--tokens", default=ONE_TOKEN, metavar="N", help="new tokens over --cached (1: decode)")

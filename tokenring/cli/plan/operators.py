@@ -12,6 +12,15 @@ from tokenring.cli.operator_names import COLLECTIVES, operator_name
 from tokenring.cli.plan.options import DTYPES, PASSES, first_ranks, several_hosts, where
 from tokenring.display.units import mb_text, time_text
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.ir.wire_formats import (
+    ENCODED,
+    added_error,
+    check_smaller,
+    check_width,
+    codecs_of,
+    encodings,
+    wire_report,
+)  # fmt: skip
 from tokenring.planner.choosing.linear import CANDIDATES, MOST_PIECES, RankedSchedule, ranked, unfused_seconds
 from tokenring.planner.simulation.predict import Setting
 from tokenring.schedule.families.registry import is_known, parse
@@ -23,7 +32,7 @@ OF_ATTENTION = {  # options that say nothing of a linear layer, by their names i
     "heads", "kv_heads", "dim", "value_dim", "batch", "mask", "layout", "tp", "cached", "tokens", "model", "sweep",
     "svg", "mask_svg", "explain", "timeline", "save", "memory_limit", "transport", "all", "no_cache",
 }  # fmt: skip
-OF_LAYERS, OF_COLLECTIVES = {"seq", "features", "width", "passes"}, {"bytes"}
+OF_LAYERS, OF_COLLECTIVES = {"seq", "features", "width", "passes", "wire"}, {"bytes"}
 FEW_RANKS, MOST_RANKS = 16, 64  # above, schedules in pieces are left out; above, nothing is simulated
 STAYS = {"Q": "weights", "KV": "tokens"}
 FORMAT, VERSION = "tokenring-operator-plan", 1
@@ -32,13 +41,17 @@ UNFUSED = {"tokenring": "unfused, over a ring", "direct-q": "unfused, direct"}
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """A layer or collective to plan for. kind: the schedules' operator. nbytes: of a collective's whole tensor."""
+    """A layer or collective to plan for.
+
+    kind: the schedules' operator. nbytes: of a collective's whole tensor. wire: a layer's format on the wire.
+    """
 
     operator: str
     kind: str
     setting: Setting
     names: tuple[str, ...]
     nbytes: int | None = None
+    wire: str | None = None
 
 
 def check_given(name: str, given: argparse.Namespace) -> None:
@@ -85,6 +98,9 @@ def operator_call(options: argparse.Namespace, given: argparse.Namespace) -> Ope
         for each, count in (("seq", tokens), ("features", features)):
             if count % ranks:
                 raise ConfigurationError(f"--{each} {count}: {ranks} ranks do not divide it")
+        if options.wire is not None:
+            check_width(options.wire, width)
+            check_smaller(options.wire, dtype)
         kind, passes, size = name, PASSES[options.passes], Workload(1, tokens, features, 1, 1, width, dtype)
         names = (*CANDIDATES["weights"], *CANDIDATES["tokens"], *_grids(ranks, "tiles"))
     if ranks > FEW_RANKS:
@@ -92,7 +108,7 @@ def operator_call(options: argparse.Namespace, given: argparse.Namespace) -> Ope
         net = replace(net, notes=(*net.notes, f"above {FEW_RANKS} ranks schedules in pieces are left out: name them"))
     if options.schedules:
         names = _asked(options.schedules, kind)
-    return OperatorCall(name, kind, Setting(size, net, machine, passes), tuple(names), nbytes)
+    return OperatorCall(name, kind, Setting(size, net, machine, passes), tuple(names), nbytes, options.wire)
 
 
 def _grids(ranks: int, family: str) -> list[str]:
@@ -115,7 +131,8 @@ def _asked(text: str, kind: str) -> list[str]:
 
 def planned(call: OperatorCall) -> list[RankedSchedule]:
     """Return the schedules, the fastest first. Raises ConfigurationError where none fits."""
-    return ranked(call.kind, call.setting, call.names)
+    codecs = codecs_of(call.wire, call.setting.workload.dtype, ENCODED)
+    return ranked(call.kind, call.setting, call.names, codecs)
 
 
 def unfused(call: OperatorCall, found: Sequence[RankedSchedule]) -> dict[str, float]:
@@ -140,6 +157,7 @@ def operator_json(call: OperatorCall, found: Sequence[RankedSchedule]) -> str:
     data = {
         "format": FORMAT, "version": VERSION, "operator": call.operator, "interconnect": setting.interconnect.name,
         "ranks": setting.interconnect.world_size, **sizes, "dtype": str(size.dtype).removeprefix("torch."),
+        **({} if call.wire is None else {"wire": call.wire}),
         "passes": list(setting.passes), "rates": setting.machine.source,
         "schedules": [
             {
@@ -147,6 +165,7 @@ def operator_json(call: OperatorCall, found: Sequence[RankedSchedule]) -> str:
                 "compute_seconds": each.prediction.compute_seconds, "exposed_seconds": each.prediction.exposed_seconds,
                 "busiest_wire": each.prediction.wires.worst, "busiest_wire_bytes": each.prediction.wires.worst_bytes,
                 "peak_bytes": each.prediction.peak_bytes,
+                **({} if call.wire is None else {"added_error": _errors(call, each)}),
             }
             for each in found
         ],
@@ -181,10 +200,22 @@ def operator_report(call: OperatorCall, found: Sequence[RankedSchedule]) -> str:
         "",
     ]
     lines += _by_what_stays(found)
-    lines.append(f'in a program: tr.TensorParallel(schedule="{best.name}"); all times are predicted, none is measured')
+    lines += wire_report(best.schedule, setting.passes)
+    wire = "" if call.wire is None else f', wire="{call.wire}"'
+    program = f'tr.TensorParallel(schedule="{best.name}"{wire})'
+    lines.append(f"in a program: {program}; all times are predicted, none is measured")
     if call.nbytes is None:
         lines.append("products are taken to run at the rate of attention's forward kernels")
     return "\n".join([*lines, *net.notes])
+
+
+def _errors(call: OperatorCall, each: RankedSchedule) -> dict[str, float]:
+    """Return the relative error that wire formats add to each result, by its name."""
+    return {
+        result: added_error(forms)
+        for direction in call.setting.passes
+        for result, forms in encodings(each.schedule, direction).items()
+    }
 
 
 def _sizes(call: OperatorCall) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from tokenring.errors import ConfigurationError, ScheduleError, UnsupportedError
 from tokenring.ir.operators import OPERATORS
 from tokenring.ir.schedule_data import PASSES, Pass
+from tokenring.ir.wire_formats import encoded
 from tokenring.planner.interconnects.interconnect import full_mesh
 from tokenring.planner.simulation.predict import Prediction, Setting, predict
 from tokenring.schedule.names import make_schedule
@@ -110,7 +111,8 @@ def unfused_seconds(operator: str, setting: Setting, by: str, compute_seconds: f
 
 def _made(operator: str, name: str, size: Workload, ranks: int, codecs: Codecs) -> Schedule:
     rows, columns = (make_layout("contiguous", ranks, length) for length in (size.q_length, size.kv_length))
-    return make_schedule(name, rows, columns, Full()).replace(operator=OPERATORS[operator], codecs=codecs)
+    made = make_schedule(name, rows, columns, Full()).replace(operator=OPERATORS[operator])
+    return encoded(made, codecs) if codecs else made
 
 
 def _of(topology: Interconnect | None, ranks: int) -> Interconnect:

@@ -120,7 +120,12 @@ class Forecast:
 def _shown(found: Plan | Forecast) -> str:
     reason = found.reason if found.reason.startswith(f"{found.name}: ") else f"{found.name}: {found.reason}"
     rows, says = table(found.candidates)
-    return "\n".join([reason, *([""] if rows else []), *rows, *says])
+    wire: list[str] = []
+    if isinstance(found, Plan) and found.schedule.formats:
+        from tokenring.ir.wire_formats import wire_report
+
+        wire = wire_report(found.schedule)
+    return "\n".join([reason, *wire, *([""] if rows else []), *rows, *says])
 
 
 def _document(found: Plan | Forecast, schedule: object) -> str:

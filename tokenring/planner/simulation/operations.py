@@ -184,7 +184,9 @@ class _Maker:
         self.program, self.costs = program, costs
         launching = costs.rates.launching
         self.host = None if launching is None else _Host(costs, program, launching)
-        self.row_bytes = [costs.records(slot.kind, slot.full_precision).nbytes for slot in program.slots]
+        records = [costs.records(slot.kind, slot.full_precision) for slot in program.slots]
+        self.row_bytes = [record.nbytes for record in records]
+        self.decoded_bytes = [sum(field.decoded_bytes for field in record.fields) for record in records]
         sizes = [nbytes * slot.rows for nbytes, slot in zip(self.row_bytes, program.slots, strict=True)]
         self.bundled = bundled_bytes(sizes, program)
         self.bundle_of = {message: each for each in self.bundled for message in each.messages}
@@ -214,7 +216,7 @@ class _Maker:
             case Wait(message):
                 return [Await(message)]
             case Pack(_, _, into):
-                return [self._copy(2 * self._nbytes(into), step, "pack")]
+                return [self._copy(self._nbytes(into) + self._plain_bytes(into), step, "pack")]
             case Merge(_, _, into, first):
                 return [self._copy(TOUCHED[first] * self._nbytes(into), step, "merge", self._merges(first))]
             case Fill(_, into):
@@ -245,6 +247,10 @@ class _Maker:
         seconds = self.costs.kernel_seconds(patch) * self._share(attend)
         label = f"{patch.rows} × {patch.cols}"
         made: list[Operation] = [Compute(seconds, True, attend.step, label)]
+        encoded = [each for each in (attend.q, attend.kv) if each.slot >= 0 and self.decoded_bytes[each.slot]]
+        if encoded:
+            decoding = sum(self._nbytes(each) + self._plain_bytes(each) for each in encoded)
+            made.insert(0, self._copy(decoding, attend.step, "decode"))
         copied = sum(self._result_bytes(attend, result) for result in attend.results)
         merges = sum(self._merges(result.first) for result in attend.results)
         return [*made, self._copy(copied, attend.step, "merge", merges)] if copied else made
@@ -272,3 +278,7 @@ class _Maker:
 
     def _nbytes(self, span: Span) -> int:
         return self.row_bytes[span.slot] * span.rows
+
+    def _plain_bytes(self, span: Span) -> int:
+        """Return the bytes of a span as they are computed with: decoded, if they are encoded."""
+        return (self.decoded_bytes[span.slot] or self.row_bytes[span.slot]) * span.rows

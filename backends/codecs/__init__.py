@@ -1,0 +1,1 @@
+"""Codecs: torch code that writes rows of numbers in wire formats, and reads them."""
