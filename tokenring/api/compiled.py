@@ -30,7 +30,7 @@ from tokenring.api.autograd import (
     refuse_transforms,
 )
 from tokenring.api.context import ContextParallel
-from tokenring.api.inputs import check_sinks, check_tensors, request_of, with_lengths, wrong_type
+from tokenring.api.inputs import CUT_BY, check_sinks, check_tensors, request_of, with_lengths, wrong_type
 from tokenring.api.standing import context_of
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import refusing
@@ -266,14 +266,17 @@ def _mask(low: int | None, high: int | None, cu_seqlens: Bounds, numbers: Bounds
     return Mask(low, high, cu_seqlens) if numbers is None else of_numbers(numbers)
 
 
-def with_number(mask: Mask) -> Mask:
+def with_number(mask: Mask, cut_by: Mask | None = None) -> Mask:
     """Return an equal mask that compiled graphs of this process take by a number of its own.
 
     So that one graph serves masks of any number of documents. Make it outside of the graph, for each batch; a graph
-    knows the last MOST_MASKS that were made.
+    knows the last MOST_MASKS that were made. cut_by: the mask by which tensors of its calls are cut where layout is
+    "auto"; None: by itself.
     """
     found, number = replace(mask), next(_numbers_of_masks)
     object.__setattr__(found, NUMBER, number)
+    if cut_by is not None:
+        object.__setattr__(found, CUT_BY, cut_by)
     _numbered[number] = found
     while len(_numbered) > MOST_MASKS:
         _numbered.pop(next(iter(_numbered)), None)

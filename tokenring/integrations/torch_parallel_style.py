@@ -28,6 +28,7 @@ from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import refusing
+from tokenring.sequence.layout import AUTO
 from tokenring.sequence.mask import Causal, Full, Mask
 from tokenring.sequence.mask_words import MaskLike, mask_of
 
@@ -46,7 +47,7 @@ class ContextParallelAttention(ParallelStyle):
     that follow; leave it until the backward pass has ended where layers are checkpointed.
 
     The modules are those that call scaled_dot_product_attention, on [B, H, T, D] of this rank's T tokens, which are
-    cut as `tr.shard` cuts them. Name modules inside of what a checkpoint wraps, not around it. q, k and v may be
+    cut as `tr.shard` cuts them; with layout "auto", by `style.mask`, whatever is_causal says. Name modules inside of what a checkpoint wraps, not around it. q, k and v may be
     DTensors that are sharded over heads or batch.
 
     Raises ConfigurationError for a mesh of other ranks; in calls UnsupportedError, on all ranks, for masks of the
@@ -69,7 +70,7 @@ class ContextParallelAttention(ParallelStyle):
     def mask(self, mask: MaskLike) -> None:
         self._mask = None if mask is None else mask_of(mask)
         hiding = Full() if self._mask is None else self._mask
-        self._joined = with_number(hiding), with_number(Causal() & hiding)  # by is_causal
+        self._joined = tuple(with_number(each, cut_by=hiding) for each in (hiding, Causal() & hiding))  # by is_causal
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         """Take over the calls of a module, which parallelize_module names. Raises ConfigurationError."""
@@ -147,7 +148,13 @@ class ContextParallelAttention(ParallelStyle):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """Return what scaled_dot_product_attention would over whole sequences: [B, H, T, Dv] of this rank's tokens."""
-        if (wrong := _wrong(attn_mask, dropout_p, query, key, value) or self._misplaced(query, key, value)) is not None:
+        wrong = _wrong(attn_mask, dropout_p, query, key, value) or self._misplaced(query, key, value)
+        if wrong is None and self._mask is None and self.cp.layout == AUTO:
+            wrong = (
+                'layout "auto" follows from a mask, and style.mask is None: set style.mask to that by which tokens are '
+                "cut, tr.Causal() for plain text, or give the ContextParallel a layout by name"
+            )
+        if wrong is not None:
             self._refuse(wrong, query)
         q, k, v = (x.to_local() if isinstance(x, DTensor) else x for x in (query, key, value))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
