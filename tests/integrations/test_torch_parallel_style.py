@@ -333,3 +333,27 @@ def test_a_checkpoint_inside_and_a_second_style_are_refused() -> None:
     style._apply(plain.attention, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="has a style of tokenring's already"):
         style._apply(plain, None)  # type: ignore[arg-type]
+
+
+def test_a_copy_of_a_model_calls_its_own_weights() -> None:
+    cp = tr.ContextParallel("self", layout="auto")
+    style, model, text = ContextParallelAttention(cp, tr.Causal()), make_model(), make_tokens(1)[:, :-1]
+    for layer in model.layers:
+        style._apply(layer.attention, None)  # type: ignore[arg-type, union-attr]
+    copied = copy.deepcopy(model)
+    found = model(text, torch.arange(LENGTH))
+    assert torch.equal(copied(text, torch.arange(LENGTH)), found)
+    with torch.no_grad():
+        for layer in copied.layers:
+            for x in layer.attention.parameters():  # type: ignore[union-attr]
+                x.zero_()
+    plain = make_model()
+    for layer in plain.layers:
+        layer.attention = nn.Identity()  # type: ignore[assignment]
+        layer.attention.forward = torch.zeros_like  # type: ignore[method-assign, assignment, union-attr]
+    changed = copied(text, torch.arange(LENGTH))
+    assert torch.equal(changed, plain(text, torch.arange(LENGTH))) and not torch.equal(changed, found)
+    assert torch.equal(model(text, torch.arange(LENGTH)), found)
+    style.mask = tr.Causal() & tr.Documents(ENDS)  # for the copy, too
+    assert copied.layers[0].attention._tokenring_style is style  # type: ignore[union-attr]
+    assert isinstance(model.layers[0].attention, Attention)  # type: ignore[union-attr]

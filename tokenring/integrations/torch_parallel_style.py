@@ -11,7 +11,7 @@ Modules need no change: their calls of torch.nn.functional.scaled_dot_product_at
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from tokenring.sequence.mask_words import MaskLike, mask_of
 
 SEQUENCE = 2  # the dimension of tokens in q, k and v [B, H, T, D]
 STYLED = "_tokenring_style"  # attribute of a module whose calls go over ranks
+FORWARD = "_tokenring_forward"  # attribute of such a module that had a forward of its own, not of its class
 ATTENTION = F.scaled_dot_product_attention  # itself, whatever somebody puts into its place later
 # Functions that attend without a call that could be taken over.
 WHOLE = {F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd}
@@ -83,9 +84,15 @@ class ContextParallelAttention(ParallelStyle):
                 )
             if hasattr(each, STYLED):
                 raise ConfigurationError(f"{name or type(each).__name__} has a style of tokenring's already: name one")
-        module.forward = self._over_ranks(module, module.forward)
+        module.__class__ = _over_ranks(type(module))
+        if "forward" in vars(module):  # of this one module, in front of that of its class
+            setattr(module, FORWARD, vars(module).pop("forward"))
         setattr(module, STYLED, self)
         return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelAttention:
+        """Return itself: a copy of a module follows the same `style.mask`."""
+        return self
 
     def _check_mesh(self, mesh: DeviceMesh) -> None:
         if self.cp.group is None:
@@ -97,27 +104,23 @@ class ContextParallelAttention(ParallelStyle):
                 f"tr.ContextParallel(mesh['cp']) and parallelize_module(model, mesh['cp'], ...) the same"
             )
 
-    def _over_ranks(self, module: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        name = type(module).__name__
-
-        @wraps(forward)
-        def over_ranks(*args: Any, **given: Any) -> Any:
-            if torch.compiler.is_compiling():
-                found, made = self._traced(forward, *args, **given)
-            else:
-                calls = _Calls(self)
-                with calls:
-                    found = forward(*args, **given)
-                made = calls.made
-            if not made:
-                self._refuse(
-                    f"{name} made no call of scaled_dot_product_attention, so it saw this rank's tokens alone: name "
-                    f"modules that call it; of FlexAttention, kernels or MultiheadAttention nothing is taken over",
-                    *args,
-                )
-            return found
-
-        return over_ranks
+    def forward(self, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        """Return what forward(*args, **given) of a module returns, with its calls taken over."""
+        if torch.compiler.is_compiling():
+            found, made = self._traced(forward, *args, **given)
+        else:
+            calls = _Calls(self)
+            with calls:
+                found = forward(*args, **given)
+            made = calls.made
+        if not made:
+            self._refuse(
+                f"{type(module).__name__} made no call of scaled_dot_product_attention, so it saw this rank's tokens "
+                f"alone: name modules that call it; of FlexAttention, kernels or MultiheadAttention nothing is taken "
+                f"over",
+                *args,
+            )
+        return found
 
     def _traced(self, forward: Callable[..., Any], *args: Any, **given: Any) -> tuple[Any, int]:
         """Return what a module returns, for torch.compile to trace, and how many calls were taken over.
@@ -185,6 +188,18 @@ class ContextParallelAttention(ParallelStyle):
             raise UnsupportedError(reason)
         with refusing(self.cp, "forward", *given):
             raise UnsupportedError(reason)
+
+
+@lru_cache(maxsize=None)
+def _over_ranks(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Return the class of modules of a kind whose calls go over ranks; so a copy of a module calls its own weights."""
+
+    @wraps(kind.forward)
+    def forward(self: torch.nn.Module, *args: Any, **given: Any) -> Any:
+        own = vars(self).get(FORWARD)
+        return getattr(self, STYLED).forward(self, partial(kind.forward, self) if own is None else own, *args, **given)
+
+    return type(f"ContextParallel{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 class _Calls(TorchFunctionMode):
