@@ -357,3 +357,20 @@ def test_a_copy_of_a_model_calls_its_own_weights() -> None:
     style.mask = tr.Causal() & tr.Documents(ENDS)  # for the copy, too
     assert copied.layers[0].attention._tokenring_style is style  # type: ignore[union-attr]
     assert isinstance(model.layers[0].attention, Attention)  # type: ignore[union-attr]
+
+
+def test_what_stood_in_the_place_of_attention_stands_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as another library's function, after a compiled call."""
+    own = F.scaled_dot_product_attention
+
+    def other(*args: Any, **given: Any) -> torch.Tensor:
+        return own(*args, **given)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", other)
+    module, x = Attention(), torch.randn(1, 6, WIDTH)
+    ContextParallelAttention(tr.ContextParallel("self"))._apply(module, None)  # type: ignore[arg-type]
+    wanted = module(x)
+    found = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
+    assert F.scaled_dot_product_attention is other
+    assert torch.allclose(found, wanted, atol=1e-6)
+    torch._dynamo.reset()

@@ -133,11 +133,11 @@ class ContextParallelAttention(ParallelStyle):
             made.append(self.attend(*args, **given))
             return made[-1]
 
-        F.scaled_dot_product_attention = called
+        before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, called
         try:
             return forward(*args, **given), len(made)
         finally:
-            F.scaled_dot_product_attention = ATTENTION
+            F.scaled_dot_product_attention = before
 
     def attend(
         self,
