@@ -95,6 +95,14 @@ def test_a_window_that_was_not_foreseen_is_refused() -> None:
         batch.mask_of(9)
 
 
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_without_a_token_is_refused(window: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"a sliding window of {window} tokens: a token sees itself"):
+        cut_batch(*batch_of((LENGTH,)), tr.ContextParallel("self"), windows=(None, window))
+    found = cut_batch(*batch_of((LENGTH,)), tr.ContextParallel("self"), windows=iter((None, 1)))[2]["attention_masks"]
+    assert found.mask_of(1) == tr.Causal() & tr.SlidingWindow(0)
+
+
 # ---------- torchtitan's own modules
 
 

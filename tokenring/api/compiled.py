@@ -273,8 +273,8 @@ def with_number(mask: Mask, cut_by: Mask | None = None) -> Mask:
     """Return an equal mask that compiled graphs of this process take by a number of its own.
 
     So that one graph serves masks of any number of documents. Make it outside of the graph, for each batch; a graph
-    knows those that somebody holds, and the last MOST_MASKS that were made. cut_by: the mask by which tensors of its calls are cut where layout is
-    "auto"; None: by itself.
+    knows those that somebody holds, and the last MOST_MASKS that were made. cut_by: the mask by which tensors of its
+    calls are cut where layout is "auto"; None: by itself.
     """
     found, number = replace(mask), next(_numbers_of_masks)
     object.__setattr__(found, NUMBER, number)

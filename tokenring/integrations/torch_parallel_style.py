@@ -11,7 +11,7 @@ Modules need no change: their calls of torch.nn.functional.scaled_dot_product_at
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -48,8 +48,8 @@ class ContextParallelAttention(ParallelStyle):
     that follow; leave it until the backward pass has ended where layers are checkpointed.
 
     The modules are those that call scaled_dot_product_attention, on [B, H, T, D] of this rank's T tokens, which are
-    cut as `tr.shard` cuts them; with layout "auto", by `style.mask`, whatever is_causal says. Name modules inside of what a checkpoint wraps, not around it. q, k and v may be
-    DTensors that are sharded over heads or batch.
+    cut as `tr.shard` cuts them; with layout "auto", by `style.mask`, whatever is_causal says. Name modules inside of
+    what a checkpoint wraps, not around it. q, k and v may be DTensors that are sharded over heads or batch.
 
     Raises ConfigurationError for a mesh of other ranks; in calls UnsupportedError, on all ranks, for masks of the
     model's own, dropout, keys of another number of tokens, and modules that make no such call.
@@ -84,7 +84,7 @@ class ContextParallelAttention(ParallelStyle):
                 )
             if hasattr(each, STYLED):
                 raise ConfigurationError(f"{name or type(each).__name__} has a style of tokenring's already: name one")
-        module.__class__ = _over_ranks(type(module))
+        module.__class__ = _over_ranks(type(module))  # type: ignore[arg-type]  # classes have hashes
         if "forward" in vars(module):  # of this one module, in front of that of its class
             setattr(module, FORWARD, vars(module).pop("forward"))
         setattr(module, STYLED, self)
@@ -190,7 +190,7 @@ class ContextParallelAttention(ParallelStyle):
             raise UnsupportedError(reason)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _over_ranks(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return the class of modules of a kind whose calls go over ranks; so a copy of a module calls its own weights."""
 

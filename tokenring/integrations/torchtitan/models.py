@@ -69,6 +69,10 @@ def _window(layer: int, attention: Any) -> Window:
             f"FlexAttention, VarlenAttention or ScaledDotProductAttention: what it computes would be lost"
         )
     window = getattr(attention, "sliding_window_size", None)
+    if window is not None and window < 1:
+        raise ConfigurationError(
+            f"layer {layer} has sliding_window_size={window}: a token sees itself at least, so give 1 or more, or None"
+        )
     if isinstance(inner, made_by.VarlenAttention.Config):
         return _varlen_window(layer, inner.window_size, window)
     return window
