@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -243,6 +243,22 @@ def error_of_packs(here: Here) -> float:
 
 def test_tokens_lie_as_the_mask_of_the_style_cuts_them(ranks: RankPools) -> None:
     assert max(ranks(2)(error_of_packs)) < 1e-5
+
+
+def with_uneven_rows(here: Here) -> float:
+    """Three rows on two ranks, as DTensors; values of another width than keys."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    made = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(3, 2, 10, width, generator=made) for width in (8, 8, 6))
+    split = [distribute_tensor(x, mesh, [Shard(0)]) for x in (q, k, v)]
+    found = alone()(*split, is_causal=True)
+    assert found.shape == v.shape and found.to_local().shape[0] == 2 - here.rank
+    wanted = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    return finite((found.full_tensor() - wanted).norm() / wanted.norm())
+
+
+def test_rows_as_dtensors_of_uneven_parts(ranks: RankPools) -> None:
+    assert max(ranks(2)(with_uneven_rows)) < 1e-5
 
 
 # ---------- refusals

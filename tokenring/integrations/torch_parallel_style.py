@@ -163,7 +163,13 @@ class ContextParallelAttention(ParallelStyle):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, _ = attend(q, k, v, self.cp, self._joined[bool(is_causal)], scale, torch.is_grad_enabled())
         out = out.transpose(1, 2)
-        return DTensor.from_local(out, query.device_mesh, query.placements) if isinstance(query, DTensor) else out
+        if not isinstance(query, DTensor):
+            return out
+        batch, heads, tokens, width = *query.shape[:3], value.shape[3]  # of all ranks, whose parts may differ in size
+        return DTensor.from_local(
+            out, query.device_mesh, query.placements, shape=torch.Size((batch, heads, tokens, width)),
+            stride=(tokens * heads * width, width, heads * width, 1),
+        )  # fmt: skip
 
     def _misplaced(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
         """Return what is wrong with DTensors; None: nothing, or there are none."""
