@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -54,15 +56,30 @@ def test_it_is_the_same_mask() -> None:
     assert not hasattr(mask, compiled.NUMBER) and getattr(first, compiled.NUMBER) != getattr(second, compiled.NUMBER)
 
 
-def test_a_number_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_somebody_holds_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "MOST_MASKS", 2)
     mask = with_number(tr.Causal())
-    q = torch.randn(1, 6, 2, 8)
-    cp = tr.ContextParallel("self")
+    for _ in range(5):
+        with_number(tr.Full())
+    assert compiled._mask_numbered(getattr(mask, compiled.NUMBER)) is mask
+    assert graphs([mask]) == 1
+
+
+def test_a_number_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass of a batch after so many others; and no more masks are kept than that."""
+    monkeypatch.setattr(compiled, "MOST_MASKS", 2)
+    q, cp = torch.randn(1, 6, 2, 8, requires_grad=True), tr.ContextParallel("self")
     made = torch.compile(lambda mask: tr.attention(q, q, q, cp, mask), backend="aot_eager")
-    made(mask)
+    torch.autograd.backward(tr.attention(q, q, q, cp, tr.Causal()).sum())  # what is made for such calls holds its mask
+    mask = with_number(tr.Causal())
+    number, out = getattr(mask, compiled.NUMBER), made(mask)
+    torch._dynamo.reset()  # guards of the graph
+    del mask
+    with_number(tr.Full())
+    assert compiled._mask_numbered(number) == tr.Causal()
     for _ in range(2):
-        with_number(tr.Causal())
-    with pytest.raises(ConfigurationError, match="of this process, which is gone: 2 masks were made since"):
-        made(mask)
-    torch._dynamo.reset()
+        with_number(tr.Full())
+    gc.collect()
+    assert len(compiled._last_numbered) == 2
+    with pytest.raises(ConfigurationError, match="gone: 2 masks were made since, and nobody holds it"):
+        torch.autograd.backward(out.sum())

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import Here, RankPools
+from tiny_torchtitan import finite
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -101,9 +102,17 @@ def worst(model: nn.Module, wanted: dict[str, torch.Tensor]) -> float:
         grad = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
         want = wanted[name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")]
         assert grad is not None
-        errors.append(float((grad - want).norm() / max(want.norm(), 1e-3)))
+        errors.append(finite((grad - want).norm() / max(want.norm(), 1e-3)))
     assert len(errors) == len(wanted)
     return max(errors)
+
+
+def test_a_gradient_that_is_no_number_is_seen() -> None:
+    model = make_model()
+    wanted = {name: torch.ones_like(x) for name, x in model.named_parameters()}
+    for name, x in model.named_parameters():
+        x.grad = torch.ones_like(x) * (float("nan") if name.endswith("head.bias") else 1.0)
+    assert worst(model, wanted) == float("inf")
 
 
 # ---------- both passes
@@ -204,12 +213,60 @@ def test_heads_as_dtensors(ranks: RankPools) -> None:
     assert max(ranks(4)(with_sharded_heads)) < 1e-5
 
 
+def error_of_packs(here: Here) -> float:
+    """The largest error of calls with is_causal on packs whose masks do not say that they are causal.
+
+    The layout of the first pack with Causal() is that of the second without it.
+    """
+    cp, length, errors = here.cp(layout="auto"), 256, []
+    style, module = ContextParallelAttention(cp), nn.Module()
+    module.forward = F.scaled_dot_product_attention
+    style._apply(module, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    packs = (0, 128, 256), (0, 128, 192, 256), (0, 128, 256)
+    x = torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(5))
+    for ends in packs:
+        style.mask = tr.Documents(ends)
+        part = tr.shard(x, cp, dim=2, mask=style.mask).requires_grad_()
+        tr.shard(x, cp, dim=2, mask=tr.Causal() & style.mask)  # given out as well
+        found = module(part, part, part, is_causal=True)
+        (grad,) = torch.autograd.grad(found.square().sum(), part)
+        whole = x.double().requires_grad_()
+        of = torch.tensor(ends)[1:].le(torch.arange(length)[:, None]).sum(1)
+        seen = (of[:, None] == of) & torch.ones(length, length).tril().bool()
+        wanted = F.scaled_dot_product_attention(whole, whole, whole, seen)
+        (gradient,) = torch.autograd.grad(wanted.square().sum(), whole)
+        for one, all_ in ((found, wanted), (grad, gradient)):
+            want = tr.shard(all_.detach(), cp, dim=2, mask=style.mask)
+            errors.append(finite((one.detach() - want).norm() / want.norm()))
+    return max(errors)
+
+
+def test_tokens_lie_as_the_mask_of_the_style_cuts_them(ranks: RankPools) -> None:
+    assert max(ranks(2)(error_of_packs)) < 1e-5
+
+
+def with_uneven_rows(here: Here) -> float:
+    """Three rows on two ranks, as DTensors; values of another width than keys."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    made = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(3, 2, 10, width, generator=made) for width in (8, 8, 6))
+    split = [distribute_tensor(x, mesh, [Shard(0)]) for x in (q, k, v)]
+    found = alone()(*split, is_causal=True)
+    assert found.shape == v.shape and found.to_local().shape[0] == 2 - here.rank
+    wanted = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    return finite((found.full_tensor() - wanted).norm() / wanted.norm())
+
+
+def test_rows_as_dtensors_of_uneven_parts(ranks: RankPools) -> None:
+    assert max(ranks(2)(with_uneven_rows)) < 1e-5
+
+
 # ---------- refusals
 
 
 def refused(here: Here, change: str) -> str:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    cp, model = tr.ContextParallel(mesh["cp"]), make_model()
+    cp, model = tr.ContextParallel(mesh["cp"], layout="auto" if change == "auto" else "zigzag"), make_model()
     plan: dict[str, Any] = {PLAN: ContextParallelAttention(cp)}
     attention: Any = model.layers[0].attention
     try:
@@ -235,6 +292,7 @@ def refused(here: Here, change: str) -> str:
 @pytest.mark.parametrize(("change", "said"), [
     ("mask", "gave scaled_dot_product_attention an attn_mask"), ("dropout", "dropout_p=0.1"),
     ("no call", "made no call of scaled_dot_product_attention"), ("checkpoint inside", "inside of the checkpoint"),
+    ("auto", 'layout "auto" follows from a mask, and style.mask is None'),
 ])  # fmt: skip
 def test_what_would_be_wrong_is_refused_on_all_ranks(change: str, said: str, ranks: RankPools) -> None:
     for text in ranks(2)(refused, change):
@@ -299,3 +357,44 @@ def test_a_checkpoint_inside_and_a_second_style_are_refused() -> None:
     style._apply(plain.attention, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="has a style of tokenring's already"):
         style._apply(plain, None)  # type: ignore[arg-type]
+
+
+def test_a_copy_of_a_model_calls_its_own_weights() -> None:
+    cp = tr.ContextParallel("self", layout="auto")
+    style, model, text = ContextParallelAttention(cp, tr.Causal()), make_model(), make_tokens(1)[:, :-1]
+    for layer in model.layers:
+        style._apply(layer.attention, None)  # type: ignore[arg-type]
+    copied = copy.deepcopy(model)
+    found = model(text, torch.arange(LENGTH))
+    assert torch.equal(copied(text, torch.arange(LENGTH)), found)
+    with torch.no_grad():
+        for layer in copied.layers:
+            for x in layer.attention.parameters():  # type: ignore[union-attr]
+                x.zero_()
+    plain = make_model()
+    for layer in plain.layers:
+        layer.attention = nn.Identity()
+        layer.attention.forward = torch.zeros_like  # type: ignore[method-assign]
+    changed = copied(text, torch.arange(LENGTH))
+    assert torch.equal(changed, plain(text, torch.arange(LENGTH))) and not torch.equal(changed, found)
+    assert torch.equal(model(text, torch.arange(LENGTH)), found)
+    style.mask = tr.Causal() & tr.Documents(ENDS)  # for the copy, too
+    assert copied.layers[0].attention._tokenring_style is style  # type: ignore[union-attr]
+    assert isinstance(model.layers[0].attention, Attention)
+
+
+def test_what_stood_in_the_place_of_attention_stands_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as another library's function, after a compiled call."""
+    own = F.scaled_dot_product_attention
+
+    def other(*args: Any, **given: Any) -> torch.Tensor:
+        return own(*args, **given)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", other)
+    module, x = Attention(), torch.randn(1, 6, WIDTH)
+    ContextParallelAttention(tr.ContextParallel("self"))._apply(module, None)  # type: ignore[arg-type]
+    wanted = module(x)
+    found = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
+    assert F.scaled_dot_product_attention is other
+    assert torch.allclose(found, wanted, atol=1e-6)
+    torch._dynamo.reset()

@@ -41,12 +41,29 @@ def test_packed_rows(name: str, backend: str, ranks: RankPools) -> None:
 
 @pytest.mark.parametrize("attention", ["flex", "varlen"])
 def test_windows_are_read_off_the_layers(attention: str) -> None:
-    config = use_tokenring(tiny.make_config("gpt_oss", 256, attention))
+    config = tiny.make_config("gpt_oss", 256, attention)
+    config.training.disable_cuda_graphs = False
+    assert use_tokenring(config) is config
     layers = config.model_spec.model.layers
     assert [each.attention.inner_attention.window for each in layers] == [128, None, 128, None]
     assert config.training.disable_cuda_graphs
     use_tokenring(config)
     assert [each.attention.inner_attention.window for each in layers] == [128, None, 128, None]
+
+
+def test_errors_that_are_no_numbers_are_seen() -> None:
+    wanted = {name: torch.ones(3) for name in "abc"}
+    found = {**wanted, "b": torch.tensor([1.0, float("nan"), 1.0])}
+    assert tiny.largest_error(found, wanted) == (float("inf"), "b")
+    assert tiny.largest_error(wanted, wanted)[0] == 0.0
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_windows_without_a_token_are_refused(window: int) -> None:
+    config = tiny.make_config("gpt_oss", 256)
+    config.model_spec.model.layers[0].attention.sliding_window_size = window
+    with pytest.raises(ConfigurationError, match=f"layer 0 has sliding_window_size={window}: a token sees itself"):
+        use_tokenring(config)
 
 
 def test_models_and_attention_that_are_not_known_are_refused() -> None:

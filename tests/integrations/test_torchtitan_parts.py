@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,7 +95,28 @@ def test_a_window_that_was_not_foreseen_is_refused() -> None:
         batch.mask_of(9)
 
 
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_without_a_token_is_refused(window: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"a sliding window of {window} tokens: a token sees itself"):
+        cut_batch(*batch_of((LENGTH,)), tr.ContextParallel("self"), windows=(None, window))
+    found = cut_batch(*batch_of((LENGTH,)), tr.ContextParallel("self"), windows=iter((None, 1)))[2]["attention_masks"]
+    assert found.mask_of(1) == tr.Causal() & tr.SlidingWindow(0)
+
+
 # ---------- torchtitan's own modules
+
+
+def preparing(module: ModuleType) -> type:
+    """A class whose method looks the function up as those of torchtitan do: trainer.py, line 751, validate.py, 197."""
+
+    class Caller:
+        model_config: Any = None
+
+        def post_dataloading_process(self, input_dict: Any, labels: Any, *model_parts: Any) -> Any:
+            extra = {name: x for name, x in input_dict.items() if name != "input"}
+            return getattr(module, NAME)(input_dict["input"], labels, extra, "self", "cpu", "headtail", None)
+
+    return Caller
 
 
 @pytest.fixture
@@ -103,26 +124,53 @@ def titan(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     """The modules of torchtitan 0.3.0 that look prepare_context_parallel_input up by its name: trainer.py, line 46,
     components/validate.py, line 22; and its version."""
     made = {name: ModuleType(name) for name in ("torchtitan", "torchtitan.components", *CALLERS)}
-    for name in CALLERS:
+    for name, kind in CALLERS.items():
         setattr(made[name], NAME, lambda *given, **more: ("torchtitan's own", *given))
+        setattr(made[name], kind, preparing(made[name]))
     made["torchtitan"].__version__ = "0.3.0"  # type: ignore[attr-defined]
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
     yield made
 
 
-def test_batches_with_masks_go_on_to_torchtitan(titan: dict[str, ModuleType]) -> None:
-    """Those of models that have its own attention; and a second `install` replaces the first."""
+def config_with(**inner: Any) -> Any:
+    """A model's config, as far as it is read."""
+    attention = SimpleNamespace(inner_attention=SimpleNamespace(**inner))
+    return SimpleNamespace(layers=[SimpleNamespace(attention=attention)])
+
+
+def prepared_by(titan: dict[str, ModuleType], name: str, config: Any) -> Any:
+    caller = getattr(titan[name], CALLERS[name])()
     inputs, labels, extra = batch_of((10, 14))
-    install(Setup({"schedule": "ring"}, frozenset({7})))
-    install(Setup({}, frozenset({None, 5})))
+    if name == "torchtitan.trainer":
+        caller.model_config = config
+        return caller.post_dataloading_process({"input": inputs, **extra}, labels)
+    parts = [SimpleNamespace(config=config)]
+    return caller.post_dataloading_process({"input": inputs, **extra}, labels, model_parts=parts)
+
+
+def test_each_model_has_its_own_options_and_others_torchtitans(titan: dict[str, ModuleType]) -> None:
+    first, second = Setup({"schedule": "ring"}, frozenset({7})), Setup({}, frozenset({None, 5}))
+    configs = [config_with(tokenring_setup=each.number()) for each in (first, second)]
+    install()
+    install()
     for name in CALLERS:
-        prepare = getattr(titan[name], NAME)
-        masked = {**extra, "attention_masks": object()}
-        assert prepare(inputs, labels, masked, "self", "cpu", "headtail")[0] == "torchtitan's own"
-        part, _, found = prepare(inputs, labels, extra, "self", "cpu", "headtail", None)
-        assert torch.equal(part, inputs) and set(found["attention_masks"].masks) == {None, 5, 7}
-        assert found["attention_masks"].cp.schedule == "auto"
+        for config, schedule, windows in zip(configs, ("ring", "auto"), ({7}, {None, 5}), strict=True):
+            part, _, found = prepared_by(titan, name, config)
+            assert torch.equal(part, batch_of((10, 14))[0]) and set(found["attention_masks"].masks) == windows
+            assert found["attention_masks"].cp.schedule == schedule
+        assert prepared_by(titan, name, config_with())[0] == "torchtitan's own"  # as its models without masks
+        assert getattr(titan[name], NAME)(*batch_of((10, 14)), "self")[0] == "torchtitan's own"
+        with pytest.raises(ConfigurationError, match="which another process put there"):
+            prepared_by(titan, name, config_with(tokenring_setup=10**9))
+
+
+def test_contexts_that_are_closed_are_made_again() -> None:
+    setup = Setup({})
+    first = setup.context("self")
+    assert setup.context("self") is first
+    first.close()
+    assert setup.context("self") is not first and not setup.context("self").closed
 
 
 @pytest.mark.parametrize(("version", "said"), [

@@ -193,12 +193,17 @@ def largest_error(found: Results, wanted: Results) -> tuple[float, str]:
     """The largest relative error, and of what: by norms, of gradients that are not almost 0."""
     whole = max(x.norm() for x in wanted.values())
     errors = {
-        name: float((found[name].double() - x).norm() / max(x.norm(), 1e-3 * whole)) if name in found else 1.0
+        name: finite((found[name].double() - x).norm() / max(x.norm(), 1e-3 * whole)) if name in found else 1.0
         for name, x in wanted.items()
         if name in found or bool(x.any())
     }
-    name = max(errors, key=lambda each: errors[each] if errors[each] == errors[each] else float("inf"))
+    name = max(errors, key=lambda each: errors[each])
     return errors[name], name
+
+
+def finite(error: torch.Tensor) -> float:
+    """An error of which max() finds the largest: inf where it is no number."""
+    return float("inf") if error.isnan() else float(error)
 
 
 # ---------- on ranks

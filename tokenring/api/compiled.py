@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -30,7 +32,7 @@ from tokenring.api.autograd import (
     refuse_transforms,
 )
 from tokenring.api.context import ContextParallel
-from tokenring.api.inputs import check_sinks, check_tensors, request_of, with_lengths, wrong_type
+from tokenring.api.inputs import CUT_BY, check_sinks, check_tensors, request_of, with_lengths, wrong_type
 from tokenring.api.standing import context_of
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import refusing
@@ -53,10 +55,11 @@ TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasat
 MOST_MASKS = 1024
 MOST_INTEGER = 2**63 - 1  # an operator takes no larger ones
 
-# State of the process: a graph takes a number for a mask. The oldest go: calls of many batches ago have had their
-# backward pass.
+# State of the process: a graph takes a number for a mask. A mask stays for as long as somebody holds it; of those that
+# nobody holds the oldest go: calls of many batches ago have had their backward pass.
 _numbers_of_masks = itertools.count(1)
-_numbered: dict[int, Mask] = {}
+_numbered: WeakValueDictionary[int, Mask] = WeakValueDictionary()
+_last_numbered: deque[Mask] = deque()
 NUMBER = "_number"  # attribute of a mask that has one
 
 Bounds = tuple[int, ...] | None
@@ -266,17 +269,21 @@ def _mask(low: int | None, high: int | None, cu_seqlens: Bounds, numbers: Bounds
     return Mask(low, high, cu_seqlens) if numbers is None else of_numbers(numbers)
 
 
-def with_number(mask: Mask) -> Mask:
+def with_number(mask: Mask, cut_by: Mask | None = None) -> Mask:
     """Return an equal mask that compiled graphs of this process take by a number of its own.
 
     So that one graph serves masks of any number of documents. Make it outside of the graph, for each batch; a graph
-    knows the last MOST_MASKS that were made.
+    knows those that somebody holds, and the last MOST_MASKS that were made. cut_by: the mask by which tensors of its
+    calls are cut where layout is "auto"; None: by itself.
     """
     found, number = replace(mask), next(_numbers_of_masks)
     object.__setattr__(found, NUMBER, number)
+    if cut_by is not None:
+        object.__setattr__(found, CUT_BY, cut_by)
     _numbered[number] = found
-    while len(_numbered) > MOST_MASKS:
-        _numbered.pop(next(iter(_numbered)), None)
+    _last_numbered.append(found)
+    while len(_last_numbered) > MOST_MASKS:
+        _last_numbered.popleft()
     return found
 
 
@@ -285,7 +292,7 @@ def _mask_numbered(number: int) -> Mask:
     if found is None:
         raise ConfigurationError(
             f"a compiled call has mask number {number} of this process, which is gone: {MOST_MASKS} masks were made "
-            f"since; run the backward pass of a batch before so many others are cut"
+            f"since, and nobody holds it; run the backward pass of a batch before so many others are cut"
         )
     return found
 

@@ -37,6 +37,7 @@ PADDED = "pad it to one length, or lay its sequences end to end and give mask=Do
 NO_DATA = "it has no data; give tensors on the device that is to compute"
 NO_TRANSFORMS = "torch.func cannot look into a call of several ranks: "
 BY_NAME = {"DTensor": NO_PLACEMENT, "NestedTensor": PADDED, "FakeTensor": NO_DATA}
+CUT_BY = "_cut_by"  # attribute of a mask: another one, by which tensors of its calls are cut
 WAITS_BY_ITSELF = "AsyncCollectiveTensor"  # what functional collectives give, and to_local() may
 
 
@@ -186,6 +187,7 @@ def _lengths(held: Held, cp: ContextParallel, mask: Mask) -> tuple[int, int]:
 
 def _auto_layout(held: Held, lengths: tuple[int, int], cp: ContextParallel, mask: Mask, again: bool) -> Layout:
     """Return the layout "auto" of a call, after a check, unless it is made again, that its tensors were cut by it."""
+    mask = getattr(mask, CUT_BY, mask)
     if again:
         return cp.cuts.of(lengths[0], mask)
     try:

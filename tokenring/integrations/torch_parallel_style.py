@@ -11,7 +11,7 @@ Modules need no change: their calls of torch.nn.functional.scaled_dot_product_at
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -28,11 +28,13 @@ from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import refusing
+from tokenring.sequence.layout import AUTO
 from tokenring.sequence.mask import Causal, Full, Mask
 from tokenring.sequence.mask_words import MaskLike, mask_of
 
 SEQUENCE = 2  # the dimension of tokens in q, k and v [B, H, T, D]
 STYLED = "_tokenring_style"  # attribute of a module whose calls go over ranks
+FORWARD = "_tokenring_forward"  # attribute of such a module that had a forward of its own, not of its class
 ATTENTION = F.scaled_dot_product_attention  # itself, whatever somebody puts into its place later
 # Functions that attend without a call that could be taken over.
 WHOLE = {F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd}
@@ -46,8 +48,8 @@ class ContextParallelAttention(ParallelStyle):
     that follow; leave it until the backward pass has ended where layers are checkpointed.
 
     The modules are those that call scaled_dot_product_attention, on [B, H, T, D] of this rank's T tokens, which are
-    cut as `tr.shard` cuts them. Name modules inside of what a checkpoint wraps, not around it. q, k and v may be
-    DTensors that are sharded over heads or batch.
+    cut as `tr.shard` cuts them; with layout "auto", by `style.mask`, whatever is_causal says. Name modules inside of
+    what a checkpoint wraps, not around it. q, k and v may be DTensors that are sharded over heads or batch.
 
     Raises ConfigurationError for a mesh of other ranks; in calls UnsupportedError, on all ranks, for masks of the
     model's own, dropout, keys of another number of tokens, and modules that make no such call.
@@ -69,7 +71,7 @@ class ContextParallelAttention(ParallelStyle):
     def mask(self, mask: MaskLike) -> None:
         self._mask = None if mask is None else mask_of(mask)
         hiding = Full() if self._mask is None else self._mask
-        self._joined = with_number(hiding), with_number(Causal() & hiding)  # by is_causal
+        self._joined = tuple(with_number(each, cut_by=hiding) for each in (hiding, Causal() & hiding))  # by is_causal
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         """Take over the calls of a module, which parallelize_module names. Raises ConfigurationError."""
@@ -82,9 +84,15 @@ class ContextParallelAttention(ParallelStyle):
                 )
             if hasattr(each, STYLED):
                 raise ConfigurationError(f"{name or type(each).__name__} has a style of tokenring's already: name one")
-        module.forward = self._over_ranks(module, module.forward)
+        module.__class__ = _over_ranks(type(module))  # type: ignore[arg-type]  # classes have hashes
+        if "forward" in vars(module):  # of this one module, in front of that of its class
+            setattr(module, FORWARD, vars(module).pop("forward"))
         setattr(module, STYLED, self)
         return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelAttention:
+        """Return itself: a copy of a module follows the same `style.mask`."""
+        return self
 
     def _check_mesh(self, mesh: DeviceMesh) -> None:
         if self.cp.group is None:
@@ -96,27 +104,23 @@ class ContextParallelAttention(ParallelStyle):
                 f"tr.ContextParallel(mesh['cp']) and parallelize_module(model, mesh['cp'], ...) the same"
             )
 
-    def _over_ranks(self, module: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        name = type(module).__name__
-
-        @wraps(forward)
-        def over_ranks(*args: Any, **given: Any) -> Any:
-            if torch.compiler.is_compiling():
-                found, made = self._traced(forward, *args, **given)
-            else:
-                calls = _Calls(self)
-                with calls:
-                    found = forward(*args, **given)
-                made = calls.made
-            if not made:
-                self._refuse(
-                    f"{name} made no call of scaled_dot_product_attention, so it saw this rank's tokens alone: name "
-                    f"modules that call it; of FlexAttention, kernels or MultiheadAttention nothing is taken over",
-                    *args,
-                )
-            return found
-
-        return over_ranks
+    def forward(self, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        """Return what forward(*args, **given) of a module returns, with its calls taken over."""
+        if torch.compiler.is_compiling():
+            found, made = self._traced(forward, *args, **given)
+        else:
+            calls = _Calls(self)
+            with calls:
+                found = forward(*args, **given)
+            made = calls.made
+        if not made:
+            self._refuse(
+                f"{type(module).__name__} made no call of scaled_dot_product_attention, so it saw this rank's tokens "
+                f"alone: name modules that call it; of FlexAttention, kernels or MultiheadAttention nothing is taken "
+                f"over",
+                *args,
+            )
+        return found
 
     def _traced(self, forward: Callable[..., Any], *args: Any, **given: Any) -> tuple[Any, int]:
         """Return what a module returns, for torch.compile to trace, and how many calls were taken over.
@@ -129,11 +133,11 @@ class ContextParallelAttention(ParallelStyle):
             made.append(self.attend(*args, **given))
             return made[-1]
 
-        F.scaled_dot_product_attention = called
+        before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, called
         try:
             return forward(*args, **given), len(made)
         finally:
-            F.scaled_dot_product_attention = ATTENTION
+            F.scaled_dot_product_attention = before
 
     def attend(
         self,
@@ -147,13 +151,25 @@ class ContextParallelAttention(ParallelStyle):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """Return what scaled_dot_product_attention would over whole sequences: [B, H, T, Dv] of this rank's tokens."""
-        if (wrong := _wrong(attn_mask, dropout_p, query, key, value) or self._misplaced(query, key, value)) is not None:
+        wrong = _wrong(attn_mask, dropout_p, query, key, value) or self._misplaced(query, key, value)
+        if wrong is None and self._mask is None and self.cp.layout == AUTO:
+            wrong = (
+                'layout "auto" follows from a mask, and style.mask is None: set style.mask to that by which tokens are '
+                "cut, tr.Causal() for plain text, or give the ContextParallel a layout by name"
+            )
+        if wrong is not None:
             self._refuse(wrong, query)
         q, k, v = (x.to_local() if isinstance(x, DTensor) else x for x in (query, key, value))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, _ = attend(q, k, v, self.cp, self._joined[bool(is_causal)], scale, torch.is_grad_enabled())
         out = out.transpose(1, 2)
-        return DTensor.from_local(out, query.device_mesh, query.placements) if isinstance(query, DTensor) else out
+        if not isinstance(query, DTensor):
+            return out
+        batch, heads, tokens, width = *query.shape[:3], value.shape[3]  # of all ranks, whose parts may differ in size
+        return DTensor.from_local(
+            out, query.device_mesh, query.placements, shape=torch.Size((batch, heads, tokens, width)),
+            stride=(tokens * heads * width, width, heads * width, 1),
+        )  # fmt: skip
 
     def _misplaced(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
         """Return what is wrong with DTensors; None: nothing, or there are none."""
@@ -178,6 +194,18 @@ class ContextParallelAttention(ParallelStyle):
             raise UnsupportedError(reason)
         with refusing(self.cp, "forward", *given):
             raise UnsupportedError(reason)
+
+
+@cache
+def _over_ranks(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Return the class of modules of a kind whose calls go over ranks; so a copy of a module calls its own weights."""
+
+    @wraps(kind.forward)
+    def forward(self: torch.nn.Module, *args: Any, **given: Any) -> Any:
+        own = vars(self).get(FORWARD)
+        return getattr(self, STYLED).forward(self, partial(kind.forward, self) if own is None else own, *args, **given)
+
+    return type(f"ContextParallel{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 class _Calls(TorchFunctionMode):

@@ -63,10 +63,11 @@ def cut_batch(
     too short to be cut; PeerLost.
     """
     check_context(cp)
+    windows = tuple(windows)
     with refusing(cp, "forward", inputs):
         tensors = _checked(inputs, labels, extra)
         facts = facts_of({**tensors, "windows": sorted(windows, key=str)}) if cp.world_size > 1 else {}
-        part, batch = _cut(tensors, cp, tuple(windows))
+        part, batch = _cut(tensors, cp, windows)
     if cp.world_size > 1:
         agree_on_batch(cp, facts, inputs.device)
     rest = {name: value for name, value in extra.items() if name != "attention_masks"}
@@ -120,7 +121,14 @@ def _cut(
 
 
 def mask_of(window: Window, documents: tuple[int, ...] | None) -> Mask:
-    """Return the causal mask of a layer. documents: where they end, from 0 on; None: there is one."""
+    """Return the causal mask of a layer. documents: where they end, from 0 on; None: there is one.
+
+    Raises ConfigurationError for a window without a token.
+    """
+    if window is not None and window < 1:
+        raise ConfigurationError(
+            f"a layer has a sliding window of {window} tokens: a token sees itself at least, so give 1 or more, or None"
+        )
     mask = Causal() if window is None else Causal() & SlidingWindow(window - 1)
     return mask if documents is None else mask & Documents(documents)
 

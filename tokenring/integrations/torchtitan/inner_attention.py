@@ -29,9 +29,13 @@ class TitanAttention(Module):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):  # type: ignore[misc]
-        """Hold what it is built from. window: how many tokens a token sees, its own among them; None: no limit."""
+        """Hold what it is built from. window: how many tokens a token sees, its own among them; None: no limit.
+
+        tokenring_setup: the number of its Setup in this process.
+        """
 
         window: int | None = None
+        tokenring_setup: int | None = None
 
         def build(self, **given: Any) -> Any:
             """Build the module; torchtitan has said by now how its arguments lie and by which backend they move."""

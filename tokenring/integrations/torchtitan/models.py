@@ -6,6 +6,7 @@ from typing import Any
 
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.integrations.torchtitan.batches import Window
+from tokenring.integrations.torchtitan.inputs import Setup
 
 # By module and class of their configs: causal attention within documents, of which every gradient was compared.
 KNOWN = {
@@ -16,23 +17,23 @@ KNOWN = {
 }
 
 
-def replace_attention(model: Any, any_model: bool = False) -> frozenset[Window]:
-    """Put ours into the place of each layer's inner attention, in the config of a model; return the layers' windows.
+def replace_attention(model: Any, setup: Setup, any_model: bool = False) -> None:
+    """Put ours into the place of each layer's inner attention, in the config of a model; note the layers' windows.
 
-    any_model: take models that were not compared with one process. Raises UnsupportedError for others, and for inner
-    attention that is not torchtitan's; then nothing is changed.
+    setup: by whose options its batches are cut. any_model: take models that were not compared with one process. Raises
+    UnsupportedError for others, and for inner attention that is not torchtitan's; then nothing is changed.
     """
     from tokenring.integrations.torchtitan.inner_attention import TitanAttention
 
     _check_model(model, any_model)
     layers = [*model.layers, *getattr(model, "mtp_layers", ())]
     windows = [_window(name, layer.attention) for name, layer in enumerate(layers)]
+    setup.windows, number = frozenset(windows), setup.number()
     for layer, window in zip(layers, windows, strict=True):
         was = layer.attention.inner_attention
         layer.attention.inner_attention = TitanAttention.Config(
-            window=window, param_init=was.param_init, sharding_config=was.sharding_config
+            window=window, tokenring_setup=number, param_init=was.param_init, sharding_config=was.sharding_config
         )
-    return frozenset(windows)
 
 
 def _check_model(model: Any, any_model: bool) -> None:
@@ -69,6 +70,10 @@ def _window(layer: int, attention: Any) -> Window:
             f"FlexAttention, VarlenAttention or ScaledDotProductAttention: what it computes would be lost"
         )
     window = getattr(attention, "sliding_window_size", None)
+    if window is not None and window < 1:
+        raise ConfigurationError(
+            f"layer {layer} has sliding_window_size={window}: a token sees itself at least, so give 1 or more, or None"
+        )
     if isinstance(inner, made_by.VarlenAttention.Config):
         return _varlen_window(layer, inner.window_size, window)
     return window

@@ -40,4 +40,5 @@ def use_tokenring(
 
 def prepare_model(model: Any, *, layout: Any = "auto", any_model: bool = False, **options: Any) -> None:
     """Change the config of a model of torchtitan, and the place where its batches are cut."""
-    install(Setup({"layout": layout, **options}, replace_attention(model, any_model)))
+    replace_attention(model, Setup({"layout": layout, **options}), any_model)
+    install()
