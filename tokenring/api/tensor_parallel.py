@@ -181,11 +181,7 @@ class TensorParallel(Standing):
         self, operator: str, sizes: tuple[int, int, int], like: torch.Tensor, stays: Stays | None = None
     ) -> LinearRequest:
         """Return the request of a layer of these tokens, features and width. stays: None: what `self.stays` says."""
-        self._check_wire(sizes[2], like.dtype)
-        if self.wire is not None:
-            from tokenring.backends.codecs.trial import check_device
-
-            check_device(self.wire, like.dtype, like.device)
+        self._check_wire(sizes[2], like.dtype, like.device)
         name = self._names(operator, *sizes, like.dtype, stays or self.stays)
         return LinearRequest(operator, name, *sizes, like.dtype, like.device)
 
@@ -305,13 +301,15 @@ class TensorParallel(Standing):
 
         return tuple((dict(codecs_of(self.wire, dtype, ENCODED)) | dict(wide)).items())
 
-    def _check_wire(self, width: int, dtype: torch.dtype) -> None:
+    def _check_wire(self, width: int, dtype: torch.dtype, device: torch.device = CPU) -> None:
         if self.wire is None:
             return
+        from tokenring.backends.codecs.trial import check_device
         from tokenring.ir.wire_formats import check_smaller, check_width
 
         check_smaller(self.wire, dtype)
         check_width(self.wire, width)
+        check_device(self.wire, dtype, device)
 
     def _check_collective(self) -> None:
         if self.wire is not None:

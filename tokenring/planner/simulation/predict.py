@@ -94,7 +94,7 @@ class Setting:
 
 
 class Worked(NamedTuple):
-    """What a rank does in a pass.
+    """Describe what a rank does in a pass.
 
     alone_seconds: kernels, copies, merges, posts, each no earlier than it is launched. beside_seconds: without kernels
     and launches. chained_seconds: with what it waits for, as if all others were always ready. Pieces wait for less: so
