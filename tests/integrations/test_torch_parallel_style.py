@@ -251,7 +251,7 @@ def with_uneven_rows(here: Here) -> float:
     made = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(3, 2, 10, width, generator=made) for width in (8, 8, 6))
     split = [distribute_tensor(x, mesh, [Shard(0)]) for x in (q, k, v)]
-    found = alone()(*split, is_causal=True)
+    found: Any = alone()(*split, is_causal=True)
     assert found.shape == v.shape and found.to_local().shape[0] == 2 - here.rank
     wanted = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
     return finite((found.full_tensor() - wanted).norm() / wanted.norm())
@@ -345,6 +345,18 @@ def test_modules_that_attend_otherwise_are_refused() -> None:
     x = torch.randn(1, 6, 8)
     with pytest.raises(UnsupportedError, match="multi_head_attention_forward is not supported"):
         module(x, x, x, need_weights=False)
+
+
+@pytest.mark.parametrize("operator", [
+    torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch._scaled_dot_product_attention_math,
+])  # fmt: skip
+def test_operators_behind_a_call_are_refused_beside_one(operator: Any) -> None:
+    module = nn.Module()
+    module.forward = lambda q: (F.scaled_dot_product_attention(q, q, q), operator(q, q, q))
+    ContextParallelAttention(tr.ContextParallel("self"))._apply(module, None)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match=r"scaled_dot_product.* is not supported: call"):
+        module(torch.randn(1, 2, 6, 8))
 
 
 def test_a_checkpoint_inside_and_a_second_style_are_refused() -> None:
