@@ -213,38 +213,6 @@ def test_heads_as_dtensors(ranks: RankPools) -> None:
     assert max(ranks(4)(with_sharded_heads)) < 1e-5
 
 
-def error_of_packs(here: Here) -> float:
-    """The largest error of calls with is_causal on packs whose masks do not say that they are causal.
-
-    The layout of the first pack with Causal() is that of the second without it.
-    """
-    cp, length, errors = here.cp(layout="auto"), 256, []
-    style, module = ContextParallelAttention(cp), nn.Module()
-    module.forward = F.scaled_dot_product_attention
-    style._apply(module, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
-    packs = (0, 128, 256), (0, 128, 192, 256), (0, 128, 256)
-    x = torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(5))
-    for ends in packs:
-        style.mask = tr.Documents(ends)
-        part = tr.shard(x, cp, dim=2, mask=style.mask).requires_grad_()
-        tr.shard(x, cp, dim=2, mask=tr.Causal() & style.mask)  # given out as well
-        found = module(part, part, part, is_causal=True)
-        (grad,) = torch.autograd.grad(found.square().sum(), part)
-        whole = x.double().requires_grad_()
-        of = torch.tensor(ends)[1:].le(torch.arange(length)[:, None]).sum(1)
-        seen = (of[:, None] == of) & torch.ones(length, length).tril().bool()
-        wanted = F.scaled_dot_product_attention(whole, whole, whole, seen)
-        (gradient,) = torch.autograd.grad(wanted.square().sum(), whole)
-        for one, all_ in ((found, wanted), (grad, gradient)):
-            want = tr.shard(all_.detach(), cp, dim=2, mask=style.mask)
-            errors.append(finite((one.detach() - want).norm() / want.norm()))
-    return max(errors)
-
-
-def test_tokens_lie_as_the_mask_of_the_style_cuts_them(ranks: RankPools) -> None:
-    assert max(ranks(2)(error_of_packs)) < 1e-5
-
-
 def with_uneven_rows(here: Here) -> float:
     """Three rows on two ranks, as DTensors; values of another width than keys."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -345,6 +313,18 @@ def test_modules_that_attend_otherwise_are_refused() -> None:
     x = torch.randn(1, 6, 8)
     with pytest.raises(UnsupportedError, match="multi_head_attention_forward is not supported"):
         module(x, x, x, need_weights=False)
+
+
+@pytest.mark.parametrize("operator", [
+    torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch._scaled_dot_product_attention_math,
+])  # fmt: skip
+def test_operators_behind_a_call_are_refused_beside_one(operator: Any) -> None:
+    module = nn.Module()
+    module.forward = lambda q: (F.scaled_dot_product_attention(q, q, q), operator(q, q, q))
+    ContextParallelAttention(tr.ContextParallel("self"))._apply(module, None)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match=r"scaled_dot_product.* is not supported: call"):
+        module(torch.randn(1, 2, 6, 8))
 
 
 def test_a_checkpoint_inside_and_a_second_style_are_refused() -> None:

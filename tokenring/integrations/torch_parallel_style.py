@@ -37,6 +37,7 @@ STYLED = "_tokenring_style"  # attribute of a module whose calls go over ranks
 FORWARD = "_tokenring_forward"  # attribute of such a module that had a forward of its own, not of its class
 ATTENTION = F.scaled_dot_product_attention  # itself, whatever somebody puts into its place later
 # Functions that attend without a call that could be taken over.
+INNER = "scaled_dot_product"  # in names of torch's operators and kernels behind it
 WHOLE = {F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd}
 
 
@@ -228,8 +229,11 @@ class _Calls(TorchFunctionMode):
                     *args,
                 )
             return self.style.attend(*args, **(given or {}))
-        if function in WHOLE:
-            self.style._refuse(f"{function.__name__} is not supported: call scaled_dot_product_attention", *args)
+        name = getattr(function, "__name__", "")
+        if function in WHOLE or INNER in name:
+            self.style._refuse(
+                f"{name} is not supported: call scaled_dot_product_attention of torch.nn.functional", *args
+            )
         return function(*args, **(given or {}))
 
 

@@ -1,0 +1,45 @@
+"""A torch-native model's tokens lie as the mask of its parallel style cuts them, pack after pack."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from ranks import Here, RankPools
+from tiny_torchtitan import finite
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import tokenring as tr
+from tokenring.integrations.torch_parallel_style import ContextParallelAttention
+
+
+def error_of_packs(here: Here) -> float:
+    """The largest error of calls with is_causal on packs whose masks do not say that they are causal.
+
+    The layout of the first pack with Causal() is that of the second without it.
+    """
+    cp, length, errors = here.cp(layout="auto"), 256, []
+    style, module = ContextParallelAttention(cp), nn.Module()
+    module.forward = F.scaled_dot_product_attention
+    style._apply(module, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    packs = (0, 128, 256), (0, 128, 192, 256), (0, 128, 256)
+    x = torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(5))
+    for ends in packs:
+        style.mask = tr.Documents(ends)
+        part = tr.shard(x, cp, dim=2, mask=style.mask).requires_grad_()
+        tr.shard(x, cp, dim=2, mask=tr.Causal() & style.mask)  # given out as well
+        found = module(part, part, part, is_causal=True)
+        (grad,) = torch.autograd.grad(found.square().sum(), part)
+        whole = x.double().requires_grad_()
+        of = torch.tensor(ends)[1:].le(torch.arange(length)[:, None]).sum(1)
+        seen = (of[:, None] == of) & torch.ones(length, length).tril().bool()
+        wanted = F.scaled_dot_product_attention(whole, whole, whole, seen)
+        (gradient,) = torch.autograd.grad(wanted.square().sum(), whole)
+        for one, all_ in ((found, wanted), (grad, gradient)):
+            want = tr.shard(all_.detach(), cp, dim=2, mask=style.mask)
+            errors.append(finite((one.detach() - want).norm() / want.norm()))
+    return max(errors)
+
+
+def test_tokens_lie_as_the_mask_of_the_style_cuts_them(ranks: RankPools) -> None:
+    assert max(ranks(2)(error_of_packs)) < 1e-5
