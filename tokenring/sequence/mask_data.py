@@ -181,9 +181,8 @@ class Mask:
         """Return the numbers of the chunks of kv of which the q chunk sees anything."""
         if self.is_full:
             return frozenset(range(len(chunks)))
-        whole = not self.is_window or len(chunks[-1]) > 0  # of a window, chunks beyond the end are among those seen
-        if q.step == 1 and whole and (neighbours := neighbours_of(tuple(chunks))) is not None:
-            return with_columns(self.region(q, neighbours.whole), neighbours)
+        if q.step == 1 and (len(chunks[-1]) or not self.is_window) and (near := neighbours_of(tuple(chunks))):
+            return with_columns(self.region(q, near.whole), near)  # an empty last one may be beyond what a window sees
         if self.is_window:
             return seen_in_window(self._placed(q), chunks, (self.low, self.high))
         return frozenset(number for number, kv in enumerate(chunks) if self.region(q, kv))
