@@ -9,18 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect nothing inside the block: proofs and plans make much that lives to the end, and clocks run elsewhere.
-
-    What is left at the end counts as old, unless somebody has frozen objects: looking at all of it as the youngest
-    would take longer than what the pause saved.
-    """
+    """Collect nothing inside the block: proofs and plans make much that lives to the end, and clocks run elsewhere."""
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collects:
-            if not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
