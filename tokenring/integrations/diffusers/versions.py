@@ -1,35 +1,7 @@
 """Versions of diffusers that these modules know."""
 
-from __future__ import annotations
+from tokenring.integrations.versions import KnownVersions
 
-import re
-
-from tokenring.errors import BackendUnavailable, UnsupportedError
-
-OLDEST, NEWEST = (0, 37), (0, 42)  # run, by benchmarks/diffusers_models.py
-
-
-def check_version(any_version: bool = False) -> str:
-    """Return diffusers' version. Raises UnsupportedError for an unknown one, BackendUnavailable for none.
-
-    any_version: take an unknown one.
-    """
-    try:
-        from diffusers import __version__
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"diffusers cannot be imported ({error}): pip install 'diffusers{pip_requirement()}'"
-        ) from None
-    match = re.match(r"(\d+)\.(\d+)", __version__)
-    found = (int(match[1]), int(match[2])) if match else None
-    if not any_version and (found is None or not OLDEST <= found <= NEWEST):
-        raise UnsupportedError(
-            f"diffusers {__version__} is not one that tokenring was run with: install diffusers{pip_requirement()}, or "
-            f"compare an output and the gradients of a step with those of one process and say any_version=True"
-        )
-    return str(__version__)
-
-
-def pip_requirement() -> str:
-    """Return the versions as pip takes them."""
-    return f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+# Run, by benchmarks/diffusers_models.py.
+KNOWN = KnownVersions("diffusers", (0, 37), (0, 42), compare="an output and the gradients of a step")
+check_version, pip_requirement = KNOWN.check, KNOWN.pip_requirement
