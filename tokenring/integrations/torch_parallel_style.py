@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial, wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from tokenring.api.compiled import with_number
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.runtime.agreement import refusing
+from tokenring.integrations.raising import raise_on_all_ranks
 from tokenring.sequence.layout import AUTO
 from tokenring.sequence.mask import Causal, Full, Mask
 from tokenring.sequence.mask_words import MaskLike, mask_of
@@ -189,12 +189,8 @@ class ContextParallelAttention(ParallelStyle):
                 return "q, k and v are DTensors sharded over tokens on other ranks than those of the ContextParallel"
         return None
 
-    def _refuse(self, reason: str, *given: object) -> None:
-        """Raise UnsupportedError, which all ranks hear of; at once while a graph is traced."""
-        if torch.compiler.is_compiling():
-            raise UnsupportedError(reason)
-        with refusing(self.cp, "forward", *given):
-            raise UnsupportedError(reason)
+    def _refuse(self, reason: str, *given: object) -> NoReturn:
+        raise_on_all_ranks(self.cp, UnsupportedError(reason), *given)
 
 
 @cache

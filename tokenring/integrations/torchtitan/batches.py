@@ -125,12 +125,15 @@ def mask_of(window: Window, documents: tuple[int, ...] | None) -> Mask:
 
     Raises ConfigurationError for a window without a token.
     """
-    if window is not None and window < 1:
-        raise ConfigurationError(
-            f"a layer has a sliding window of {window} tokens: a token sees itself at least, so give 1 or more, or None"
-        )
+    check_window(window, f"a layer has a sliding window of {window} tokens")
     mask = Causal() if window is None else Causal() & SlidingWindow(window - 1)
     return mask if documents is None else mask & Documents(documents)
+
+
+def check_window(window: Window, said: str) -> None:
+    """Raise ConfigurationError for a window without a token. said: how somebody asked for it."""
+    if window is not None and window < 1:
+        raise ConfigurationError(f"{said}: a token sees itself at least, so give 1 or more, or None")
 
 
 def _documents(places: torch.Tensor) -> list[tuple[int, ...]]:

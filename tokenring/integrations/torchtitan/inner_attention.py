@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from torchtitan.protocols.module import Module
 
 from tokenring.api.attention import attend
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.integrations.raising import raise_on_all_ranks
 from tokenring.integrations.torchtitan.batches import TitanBatch
-from tokenring.runtime.agreement import refusing
 
 TENSORS = ("q_BLNH", "k_BLNH", "v_BLNH")  # torchtitan's names of the arguments of an inner attention, in its configs
 
@@ -70,11 +70,9 @@ class TitanAttention(Module):  # type: ignore[misc]
         q, k, v = (x.to_local() if isinstance(x, DTensor) else x for x in (q_BLNH, k_BLNH, v_BLNH))
         batch = _checked(attention_masks)
         if more or not is_causal:
-            _refuse(batch, q, {**more, **({} if is_causal else {"is_causal": False})})
+            raise_on_all_ranks(batch.cp, _unknown([*more, *([] if is_causal else ["is_causal"])]), q)
         training = self.training or torch.is_grad_enabled()  # also in the forward pass of a checkpoint
-        out, lse = attend(
-            q, k, v, batch.cp, batch.mask_of(self.window), scale, training, layout=batch.layout
-        )  # fmt: skip
+        out, lse = attend(q, k, v, batch.cp, batch.mask_of(self.window), scale, training, layout=batch.layout)
         return out if out_transform is None else out_transform(out, lse.transpose(1, 2))
 
 
@@ -98,16 +96,12 @@ def _checked(batch: Any) -> TitanBatch:
     return batch
 
 
-def _refuse(batch: TitanBatch, q: torch.Tensor, asked: dict[str, Any]) -> None:
-    """Raise UnsupportedError, on all ranks, for keywords that may change the result."""
-    error = UnsupportedError(
+def _unknown(asked: Iterable[str]) -> UnsupportedError:
+    """Return the error for keywords that may change the result."""
+    return UnsupportedError(
         f"a layer calls its attention with {', '.join(sorted(asked))}, which tokenring does not know: a model whose "
         f"layers do so is not supported"
     )
-    if torch.compiler.is_compiling():
-        raise error
-    with refusing(batch.cp, "forward", q):
-        raise error
 
 
 def in_place(sharding: Any) -> Any:

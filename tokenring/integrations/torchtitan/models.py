@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.integrations.torchtitan.batches import Window
+from tokenring.integrations.torchtitan.batches import Window, check_window
 from tokenring.integrations.torchtitan.inputs import Setup
 
 # By module and class of their configs: causal attention within documents, of which every gradient was compared.
@@ -70,10 +70,7 @@ def _window(layer: int, attention: Any) -> Window:
             f"FlexAttention, VarlenAttention or ScaledDotProductAttention: what it computes would be lost"
         )
     window = getattr(attention, "sliding_window_size", None)
-    if window is not None and window < 1:
-        raise ConfigurationError(
-            f"layer {layer} has sliding_window_size={window}: a token sees itself at least, so give 1 or more, or None"
-        )
+    check_window(window, f"layer {layer} has sliding_window_size={window}")
     if isinstance(inner, made_by.VarlenAttention.Config):
         return _varlen_window(layer, inner.window_size, window)
     return window
