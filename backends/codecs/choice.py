@@ -45,12 +45,12 @@ class Cast:
         return into.copy_(rows.view(self._dtype))
 
 
-def there_and_back(codec: Codec, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows [..., width] as whoever decodes them reads them, in their dtype, contiguous."""
+def there_and_back(codec: Codec, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes of rows [..., width]; and the rows as whoever decodes them reads them, contiguous."""
     nbytes = codec.format.row_bytes(rows.shape[-1])
     wire = torch.empty(*rows.shape[:-1], nbytes, dtype=torch.uint8, device=rows.device)
     codec.encode(rows, wire)
-    return codec.decode(wire, torch.empty(rows.shape, dtype=rows.dtype, device=rows.device))
+    return wire, codec.decode(wire, torch.empty(rows.shape, dtype=rows.dtype, device=rows.device))
 
 
 @cache

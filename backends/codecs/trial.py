@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from tokenring.backends.codecs.choice import Codec, codec_of
+from tokenring.backends.codecs.choice import codec_of, there_and_back
 from tokenring.errors import UnsupportedError, one_line
 
 TRUSTED = frozenset({"cpu"})  # whose operators tests hold to what formats say
@@ -27,14 +27,8 @@ def _fault(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
     try:
         codec, random = codec_of(name), torch.Generator("cpu").manual_seed(1)
         rows = torch.randn(8, 64, generator=random, dtype=torch.float32, device="cpu").to(dtype)
-        found, wanted = _written_and_read(codec, rows.to(device)), _written_and_read(codec, rows)
+        found, wanted = there_and_back(codec, rows.to(device)), there_and_back(codec, rows)
         alike = all(torch.equal(each.cpu(), right) for each, right in zip(found, wanted, strict=True))
     except Exception as error:  # whatever a device says of an operator that it lacks, at once or when it is waited for
         return f"it fails there ({one_line(error)})"
     return None if alike else "it gives other numbers there than on a CPU"
-
-
-def _written_and_read(codec: Codec, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    wire = torch.empty(rows.shape[0], codec.format.row_bytes(rows.shape[1]), dtype=torch.uint8, device=rows.device)
-    codec.encode(rows, wire)
-    return wire, codec.decode(wire, torch.empty_like(rows))

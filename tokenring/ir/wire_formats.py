@@ -99,6 +99,8 @@ def codecs_of(wire: str | None, dtype: torch.dtype, kinds: Iterable[str]) -> Cod
 
 def encoded(schedule: Made, codecs: Codecs) -> Made:
     """Return a schedule with these codecs, but for those of partials to which relays add: these go in fp32."""
+    if not codecs:
+        return schedule
     added = {str(move.block.kind) for move in schedule.moves if move.add}
     return schedule.replace(codecs=tuple(each for each in codecs if each[0] not in added or each[1] == FULL))
 

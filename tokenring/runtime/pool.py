@@ -183,7 +183,7 @@ class Views:
             return rows
         from tokenring.backends.codecs.choice import codec_of, there_and_back
 
-        return there_and_back(codec_of(self.q_format), rows)
+        return there_and_back(codec_of(self.q_format), rows)[1]
 
     def decoded(self, span: Span, name: str) -> torch.Tensor:
         """Return the memory into which a field of a span is decoded: [rows, B, heads, D]. Others share it."""

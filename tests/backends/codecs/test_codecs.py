@@ -8,7 +8,7 @@ from itertools import count, product
 import pytest
 import torch
 
-from tokenring.backends.codecs import trial
+from tokenring.backends.codecs import choice, trial
 from tokenring.backends.codecs.choice import codec_of
 from tokenring.errors import ConfigurationError
 from tokenring.ir.wire_formats import FORMATS, wire_format
@@ -49,7 +49,7 @@ def there_and_back(name: str, rows: torch.Tensor, dtype: torch.dtype | None = No
 
 
 def nearest(name: str, rows: torch.Tensor) -> torch.Tensor:
-    """What a block format can hold that is nearest to fp64 rows [..., 32], each one block. A tie goes to the even."""
+    """Round fp64 rows [..., 32], each one block, to what a block format can hold. A tie goes to the even."""
     held = torch.tensor(MAGNITUDES[name], dtype=torch.float64)
     largest = rows.abs().amax(-1, keepdim=True)
     least = torch.tensor([[2.0**-127]], dtype=torch.float64)
@@ -248,6 +248,6 @@ def test_a_device_is_tried_and_must_give_the_same_numbers(name: str, monkeypatch
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert trial._fault.__wrapped__(name, dtype, torch.device("cpu")) is None
     assert "it fails there" in (trial._fault.__wrapped__(name, torch.float32, torch.device("meta")) or "")
-    right, calls = trial._written_and_read, count()  # each call gives another result
-    monkeypatch.setattr(trial, "_written_and_read", lambda *given: [each + next(calls) for each in right(*given)])
+    right, calls = choice.there_and_back, count()  # each call gives another result
+    monkeypatch.setattr(trial, "there_and_back", lambda *given: [each + next(calls) for each in right(*given)])
     assert "it gives other numbers" in (trial._fault.__wrapped__(name, torch.float32, torch.device("cpu")) or "")

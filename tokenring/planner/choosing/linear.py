@@ -111,8 +111,7 @@ def unfused_seconds(operator: str, setting: Setting, by: str, compute_seconds: f
 
 def _made(operator: str, name: str, size: Workload, ranks: int, codecs: Codecs) -> Schedule:
     rows, columns = (make_layout("contiguous", ranks, length) for length in (size.q_length, size.kv_length))
-    made = make_schedule(name, rows, columns, Full()).replace(operator=OPERATORS[operator])
-    return encoded(made, codecs) if codecs else made
+    return encoded(make_schedule(name, rows, columns, Full()).replace(operator=OPERATORS[operator]), codecs)
 
 
 def _of(topology: Interconnect | None, ranks: int) -> Interconnect:
