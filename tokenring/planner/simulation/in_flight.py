@@ -184,19 +184,13 @@ class Fluids:
             return
         joined = {self._join(number, transfer, now) for number, transfer in self._fresh}
         self._fresh = []
-        rates, routes, ends, heappush = self._shares.rates, self._routes, self._ends, heapq.heappush
         for number in joined.union(self._shares.divide()):
-            if rate := rates[number]:
-                route = routes[number]
-                route.served += route.rate * (now - route.since)  # as `serve`, and then `_foresee`: this is hot
-                route.since, route.rate = now, rate
-                if rate < self._slowest:
-                    self._slowest = rate
-                if route.wanted:
-                    route.end = end = now + (route.wanted[0][0] - route.served) / rate
-                    heappush(ends, (end, number))
-                else:
-                    route.end = math.inf
+            rate, route = self._shares.rates[number], self._routes[number]
+            if rate:
+                route.serve(now)
+                route.rate = rate
+                self._slowest = min(self._slowest, rate)
+                self._foresee(number)
         self._stale_since = None
 
     def is_idle(self) -> bool:
