@@ -24,8 +24,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / each) for each in ("."
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from gradient_errors import largest_error  # noqa: E402
 from ranks import Here, RankPools  # noqa: E402
-from tiny_diffusers import MODELS, is_exact, largest_error, make_inputs, make_model, results, split  # noqa: E402
+from tiny_diffusers import MODELS, is_exact, make_inputs, make_model, results, split  # noqa: E402
 
 CALL_SECONDS = 300.0
 TEXT, IMAGE = 7, 24
@@ -106,7 +107,7 @@ def our_bytes(here: Here, name: str, heads: int, text: int, image: int, schedule
         inputs = make_inputs(name, text, image)
         found = results(model, inputs)
         sent += sum(cp.transport.sent_bytes.values()) - before
-        assert largest_error(found, results(make_model(name, heads), inputs))[0] < 1e-4
+        assert largest_error(found, results(make_model(name, heads), inputs), zeros_may_lack=True)[0] < 1e-4
     return sent, " ".join(sorted(names))
 
 
@@ -141,7 +142,7 @@ def their_bytes(here: Here, name: str, heads: int, text: int, image: int) -> int
             found = results(model, inputs)
         except AssertionError as error:
             return f"refused ({error})"
-        if (error := largest_error(found, results(make_model(name, heads), inputs))[0]) > 1e-4:
+        if (error := largest_error(found, results(make_model(name, heads), inputs), zeros_may_lack=True)[0]) > 1e-4:
             return f"wrong: {error:.1e}"
     return sent
 

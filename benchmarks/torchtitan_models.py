@@ -23,6 +23,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / each) for each in ("."
 import pytest  # noqa: E402
 import tiny_torchtitan as tiny  # noqa: E402
 import torch  # noqa: E402
+from gradient_errors import largest_error  # noqa: E402
 from ranks import Here, RankPools  # noqa: E402
 
 CALL_SECONDS = 900.0
@@ -95,26 +96,25 @@ def bytes_sent(given: argparse.Namespace, pools: RankPools) -> int:
 
 def our_bytes(here: Here, name: str, layers: int, schedule: str, layout: str) -> tuple[int, str]:
     from tokenring.integrations.torchtitan import use_tokenring
-    from tokenring.integrations.torchtitan.inputs import NAME, OURS
+    from tokenring.integrations.torchtitan.inputs import setup_of
 
     names = set()
     with tiny.on_cpu("partial_dtensor"), pytest.MonkeyPatch.context() as patched:
-        from torchtitan import trainer as made_by
-
         config = tiny.make_config(name, sum(PACK), "flex", layers, "partial_dtensor", here.world_size)
         trainer = tiny.on_ranks(use_tokenring(config, schedule=schedule, layout=layout), here.world_size)
-        setup = getattr(getattr(made_by, NAME), OURS)
+        setup = setup_of(config.model_spec.model)
+        assert setup is not None
         cp = setup.context(trainer.parallel_dims.get_mesh("cp"))
         plan = type(cp).plan
         patched.setattr(type(cp), "plan", lambda self, request: names.add((found := plan(self, request)).name) or found)
         batch = tiny.make_batch(1, sum(PACK), [PACK])
         found = tiny.step_on_ranks(trainer, batch, 0, 1)
-        assert here.rank or tiny.largest_error(found, tiny.in_one_process(name, batch, layers))[0] < EXACT
+        assert here.rank or error_of(found, name, batch, layers) < EXACT
         return sum(cp.transport.sent_bytes.values()), " ".join(sorted(names)) or schedule
 
 
 def their_bytes(here: Here, name: str, layers: int) -> tuple[int, float]:
-    """What this rank sends in torchtitan's own CP, by the collectives of torch's flex_cp_allgather; and its error."""
+    """Count what this rank sends in torchtitan's own CP, by torch's flex_cp_allgather; return its error, too."""
     with tiny.on_cpu("partial_dtensor"), pytest.MonkeyPatch.context() as patched:
         from torch.distributed.tensor.experimental._context_parallel import _cp_custom_ops as gathers
         from torchtitan.models.common.attention import FlexAttention
@@ -128,7 +128,12 @@ def their_bytes(here: Here, name: str, layers: int) -> tuple[int, float]:
         found = tiny.step_on_ranks(trainer, batch, 0, 1)
         if here.rank:
             return counted.sent, 0.0
-        return counted.sent, tiny.largest_error(found, tiny.in_one_process(name, batch, layers))[0]
+        return counted.sent, error_of(found, name, batch, layers)
+
+
+def error_of(found: tiny.Results, name: str, batch: dict[str, torch.Tensor], layers: int) -> float:
+    """Compare a step on ranks with one process."""
+    return largest_error(found, tiny.in_one_process(name, batch, layers), zeros_may_lack=True)[0]
 
 
 class Counted:

@@ -17,7 +17,7 @@ PACKS = [(0, 24), (0, 5, 24), (0, 3, 9, 24), (0, 1, 2, 3, 24), (0, 12, 20, 24), 
 
 
 def graphs(masks: list[tr.Mask]) -> int:
-    """How many graphs are compiled for calls with these masks, all of which are those of eager calls."""
+    """Count the graphs that are compiled for calls with these masks, all of which are those of eager calls."""
     torch._dynamo.reset()
     cp = tr.ContextParallel("self")
     q, k, v = (torch.randn(1, 24, 2, 8, requires_grad=True) for _ in range(3))

@@ -18,6 +18,7 @@ from diffusers_like import (
     _AttentionBackendRegistry,
     installed,
 )
+from gradient_errors import finite
 from ranks import Here, RankPools
 
 import tokenring as tr
@@ -73,7 +74,7 @@ def gradients(model: Any, call: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def largest_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
     whole = max(x.norm() for x in wanted.values())
-    return max(float((found[each] - x).norm() / max(x.norm(), 1e-2 * whole)) for each, x in wanted.items())
+    return max(finite((found[each] - x).norm() / max(x.norm(), 1e-2 * whole)) for each, x in wanted.items())
 
 
 def in_double(kind: str, call: dict[str, Any]) -> dict[str, torch.Tensor]:

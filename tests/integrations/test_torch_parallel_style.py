@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gradient_errors import finite
 from ranks import Here, RankPools
-from tiny_torchtitan import finite
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

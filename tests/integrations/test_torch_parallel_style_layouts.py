@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from gradient_errors import finite
 from ranks import Here, RankPools
-from tiny_torchtitan import finite
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

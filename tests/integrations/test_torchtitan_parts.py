@@ -1,4 +1,4 @@
-"""What of tokenring.integrations.torchtitan needs no torchtitan: batches, where they are cut, versions."""
+"""Test what of tokenring.integrations.torchtitan needs no torchtitan: batches, where they are cut, versions."""
 
 from __future__ import annotations
 

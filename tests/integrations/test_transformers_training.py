@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import FAMILIES, KINDS, alone, gradients, largest_error, make_batch, make_model, need, split
+from gradient_errors import largest_error
+from hf_families import FAMILIES, KINDS, alone, gradients, make_batch, make_model, need, split
 from ranks import Here, RankPools
 
 import tokenring as tr

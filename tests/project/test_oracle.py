@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from gradient_errors import largest_error
 from oracle import allowed, attention64, error_of_terms, relative_error, whole_sdpa
 
 from tokenring import Causal, Documents, Full, Mask, SlidingWindow
@@ -97,3 +98,10 @@ def test_relative_error_of_nothing() -> None:
     zero = torch.zeros(2)
     assert relative_error(zero, zero) == 0.0
     assert relative_error(torch.tensor([0.0, 1e-30]), zero) == math.inf
+
+
+def test_errors_that_are_no_numbers_are_seen() -> None:
+    wanted = {name: torch.ones(3) for name in "abc"}
+    found = {**wanted, "b": torch.tensor([1.0, float("nan"), 1.0])}
+    assert largest_error(found, wanted) == (float("inf"), "b")
+    assert largest_error(wanted, wanted)[0] == 0.0

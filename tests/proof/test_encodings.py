@@ -141,7 +141,7 @@ def with_slot(program: Program, like: int, full_precision: bool = False) -> tupl
 
 
 def passed_on(program: Program, kinds: tuple[Kind, ...]) -> Iterator[tuple[int, Send]]:
-    """Where a relay sends on what it got."""
+    """Return where a relay sends on what it got."""
     got = {each.span for each in program.instructions if isinstance(each, Recv)}
     for at, each in enumerate(program.instructions):
         if isinstance(each, Send) and each.span in got and program.slots[each.span.slot].kind in kinds:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_errors import largest_error
 from ranks import Here
 from torch.nn.functional import cross_entropy
 
@@ -129,17 +130,6 @@ def alone(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
-
-
-def largest_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest relative error of a parameter's gradient, and which: by norms, of those that are not almost 0."""
-    whole = max(x.norm() for x in wanted.values())
-    errors = {
-        name: float((found[name] - x).norm() / max(x.norm(), 1e-3 * whole)) if name in found else 1.0
-        for name, x in wanted.items()
-    }
-    name = max(errors, key=errors.__getitem__)
-    return errors[name], name
 
 
 # ---------- on ranks

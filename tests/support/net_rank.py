@@ -1,4 +1,4 @@
-"""What a rank does in tests of emulated links: python -m net_rank WHAT."""
+"""Do what a rank does in tests of emulated links: python -m net_rank WHAT."""
 
 from __future__ import annotations
 

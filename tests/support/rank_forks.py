@@ -59,7 +59,7 @@ class Loaded:
         theirs.close()
 
     def result(self, seconds: float) -> Any:
-        """What `load` gave. Raises AssertionError with its traceback, or if it takes longer."""
+        """Return what `load` gave. Raises AssertionError with its traceback, or if it takes longer."""
         assert self._pipe.poll(seconds), f"not loaded within {seconds:g} s"
         done, value = pickle.loads(self._pipe.recv_bytes())
         assert done, value

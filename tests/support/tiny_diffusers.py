@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_errors import largest_error
 from ranks import Here
 
 from tokenring.errors import TokenRingError
@@ -61,7 +62,7 @@ def make_model(name: str, heads: int = HEADS, **more: Any) -> Any:
 
 
 def make_inputs(name: str, text: int, image: int, batch: int = 1) -> dict[str, Any]:
-    """What a call of the model takes, of so many tokens of text and of the image (or video)."""
+    """Make what a call of the model takes, of so many tokens of text and of the image (or video)."""
     made = torch.Generator().manual_seed(5)
 
     def normal(*sizes: int) -> torch.Tensor:
@@ -106,18 +107,6 @@ def in_double(name: str, inputs: dict[str, Any], heads: int = HEADS) -> Results:
         return results(make_model(name, heads).double(), as_double(inputs))
 
 
-def largest_error(found: Results, wanted: Results) -> tuple[float, str]:
-    """The largest relative error, and of what: by norms, of gradients that are not almost 0."""
-    whole = max(x.norm() for x in wanted.values())
-    errors = {
-        name: float((found[name].double() - x).norm() / max(x.norm(), 1e-3 * whole)) if name in found else 1.0
-        for name, x in wanted.items()
-        if name in found or bool(x.any())
-    }
-    name = max(errors, key=errors.__getitem__)
-    return errors[name], name
-
-
 # ---------- on ranks
 
 
@@ -142,13 +131,13 @@ def split(
         found |= {each: x.grad.clone() for each, x in model.named_parameters() if x.grad is not None}
         if cp.world_size > 1:
             torch.distributed.all_reduce(found["gradient of latents"], group=cp.group)
-    worst, what = largest_error(found, wanted)
-    return worst, largest_error(alone, wanted)[0], what
+    worst, what = largest_error(found, wanted, zeros_may_lack=True)
+    return worst, largest_error(alone, wanted, zeros_may_lack=True)[0], what
 
 
 EXACT = 1e-5
 
 
 def is_exact(error: float, alone: float) -> bool:
-    """Whether an error is below EXACT; where diffusers' own float32 in one process is not, below twice its error."""
+    """Return True for an error below EXACT, or below twice that of diffusers' own float32 in one process."""
     return error <= max(EXACT, 2 * alone)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_errors import largest_error
 from ranks import Here
 
 from tokenring.errors import TokenRingError
@@ -158,7 +159,7 @@ def in_one_process(name: str, batch: dict[str, torch.Tensor], layers: int | None
 
 def plain_attention(q: Any, k: Any, v: Any, *, attention_masks: Any, scale: Any = None, out_transform: Any = None,
                     **_: Any) -> Any:  # fmt: skip
-    """What torchtitan's FlexAttention computes, from the function that its BlockMask was made of."""
+    """Compute what torchtitan's FlexAttention does, from the function that its BlockMask was made of."""
     from torch.nn.attention.flex_attention import create_mask
 
     rows, length = q.shape[:2]
@@ -189,23 +190,6 @@ def grouped_product(experts: Any, *, A: Any, B_t: Any, offs: Any) -> Any:
     return sum(torch.where((of == each)[:, None], A @ B_t[each], 0.0) for each in range(len(B_t)))
 
 
-def largest_error(found: Results, wanted: Results) -> tuple[float, str]:
-    """The largest relative error, and of what: by norms, of gradients that are not almost 0."""
-    whole = max(x.norm() for x in wanted.values())
-    errors = {
-        name: finite((found[name].double() - x).norm() / max(x.norm(), 1e-3 * whole)) if name in found else 1.0
-        for name, x in wanted.items()
-        if name in found or bool(x.any())
-    }
-    name = max(errors, key=lambda each: errors[each])
-    return errors[name], name
-
-
-def finite(error: torch.Tensor) -> float:
-    """An error of which max() finds the largest: inf where it is no number."""
-    return float("inf") if error.isnan() else float(error)
-
-
 # ---------- on ranks
 
 
@@ -231,7 +215,7 @@ def split(
             except TokenRingError as error:
                 return float("inf"), f"refused: {error}"
             if here.rank == 0:
-                errors.append(largest_error(found, in_one_process(name, batch, layers)))
+                errors.append(largest_error(found, in_one_process(name, batch, layers), zeros_may_lack=True))
     return max(errors, default=(0.0, ""))
 
 
