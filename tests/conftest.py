@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
 from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import fork_server
 import pytest
@@ -51,6 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Ctrl-C is not ignored, also where whoever runs the tests in the background has it so: tests send and await it."""
     if given := getattr(config, "workerinput", {}).get("fork_server"):
         fork_server.adopt(given)
+    else:  # what it starts, the workers and the fork server among them, has these, too
+        folder = tempfile.TemporaryDirectory(prefix="tokenring-tests-")
+        config.add_cleanup(folder.cleanup)
+        os.environ.update(_own_cache_in(folder.name))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -171,12 +177,9 @@ def own_signals() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What was probed or measured on this machine for its user is not for tests, nor theirs for the user."""
-    own = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")), "TOKENRING_PLAN_CACHE": "off"}
-    before = {name: os.environ.get(name) for name in own}
-    os.environ.update(own)
-    yield
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+    with patch.dict(os.environ, _own_cache_in(str(tmp_path_factory.mktemp("cache")))):
+        yield
+
+
+def _own_cache_in(folder: str) -> dict[str, str]:
+    return {"XDG_CACHE_HOME": folder, "TOKENRING_PLAN_CACHE": "off"}

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -28,6 +29,10 @@ def who(here: Here, add: int = 0) -> tuple[int, int, int]:
 
 def process(here: Here) -> int:
     return os.getpid()
+
+
+def environment(here: Here) -> tuple[str, str]:
+    return os.environ["XDG_CACHE_HOME"], os.environ["TOKENRING_PLAN_CACHE"]
 
 
 def fail(here: Here, at: int) -> None:
@@ -69,6 +74,13 @@ def test_answers(world_size: int, ranks: RankPools) -> None:
 
 def test_processes_are_kept(ranks: RankPools) -> None:
     assert ranks(2)(process) == ranks(2)(process)
+
+
+def test_the_users_own_cache_is_neither_read_nor_written(ranks: RankPools) -> None:
+    """Whatever process the ranks are forks of: what is kept there would answer for what a test is to find out."""
+    folder, plans = ranks(2)(environment)[0]
+    assert plans == os.environ["TOKENRING_PLAN_CACHE"] == "off"
+    assert Path(folder).is_relative_to(tempfile.gettempdir())
 
 
 def test_failure_comes_back_with_its_traceback(ranks: RankPools) -> None:
