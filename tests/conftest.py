@@ -18,6 +18,7 @@ import torch
 from ascend.ranks import NpuPools
 from patience import measured_stretch, patient, ran_and_waited, set_stretch
 from ranks import PRELOADED, RankPools
+from sampling import leave_samples
 from warm import warm_python
 
 from tokenring.launch.processes import ENDING_SIGNALS
@@ -73,8 +74,9 @@ def _fork_server() -> fork_server.Given | None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is deselected by markers is
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What one worker has alone comes first, then what takes longest: no worker is left with it at the end."""
+    leave_samples(config, items)
     for item in items:
         if module_of(item.path) in ALONE | STARTING or not POOLS.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("waits")

@@ -284,6 +284,7 @@ def planned(here: Here, case: Case, schedule: str, training: bool) -> str:
         return plan(q, k, v, cp, case.mask).name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("choice", ["auto", "auto:ring,tokenring", "auto:direct-q"])
 @pytest.mark.parametrize("heads", [(4, 1), (4, 4)])
 def test_auto(choice: str, heads: tuple[int, int], ranks: RankPools) -> None:

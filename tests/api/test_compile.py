@@ -113,12 +113,14 @@ def wrapped(plain: Callable[..., Tensors], wrap: str) -> Callable[..., Tensors]:
     return checkpointed(made) if where == "outside" else made
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules(schedule: str, ranks: RankPools) -> None:
     case = case_of(schedule)
     check_exact(case.whole(ranks(2).within(CALL_SECONDS, compiled, case, "")), case.reference())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("wrap", ["inside", "inside, reentrant", "outside", "outside, reentrant"])
 @pytest.mark.parametrize("schedule", ["ring", KEEPING])
 def test_activation_checkpointing(schedule: str, wrap: str, ranks: RankPools) -> None:

@@ -112,6 +112,7 @@ def test_every_rank_is_told(world_size: int, ranks: RankPools) -> None:
         assert goes_on
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", COMPILED)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_compiled(world_size: int, backend: str, ranks: RankPools) -> None:

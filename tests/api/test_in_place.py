@@ -110,6 +110,7 @@ def test_gradients_are_right(world_size: int, change: str, ranks: RankPools) -> 
                 assert max(found) < limit, (dtype, with_lse, found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_compiled(world_size: int, backend: str, ranks: RankPools) -> None:

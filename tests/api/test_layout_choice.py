@@ -71,6 +71,7 @@ def choices(here: Here, schedule: str, heads: int, gbs: float) -> list[Choice]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("heads", "gbs", "schedule"), [(1, 0.001, "auto"), (4, 1000.0, "auto:ring,direct-kv"), (4, 0.01, "auto:ulysses")]
 )

@@ -19,7 +19,7 @@ from ranks import PEER_SECONDS, Here, RankPools
 from tokenring import ContextParallel, attention
 
 FULL = bool(os.environ.get("TOKENRING_FULL_GRID"))
-WARM_UP = 50
+WARM_UP = 30
 SPARE_MB = 3.0  # less than a page for each of a thousand, the least that a mapping can leave
 SPARE_MAPS = 40  # malloc has up to eight arenas for each core, of two mappings; no count here is so small
 
@@ -65,14 +65,14 @@ def _keys() -> int:
 @pytest.mark.parametrize(
     ("name", "count", "close", "new_groups"),
     [
-        pytest.param("shm", 1000 if FULL else 200, True, False, id="shm, closed"),
-        pytest.param("shm", 100, False, False, id="shm, dropped"),
-        pytest.param("shm", 100, True, True, id="shm, new groups"),
-        pytest.param("gloo", 200 if FULL else 80, True, False, id="gloo, closed"),
-        pytest.param("gloo", 60, False, False, id="gloo, dropped"),
-        pytest.param("gloo", 60, True, True, id="gloo, new groups"),
-        pytest.param(APART, 60, True, False, id=f"{APART}, closed"),
-        pytest.param(APART, 60, False, False, id=f"{APART}, dropped"),
+        pytest.param("shm", 1000 if FULL else 100, True, False, id="shm, closed"),
+        pytest.param("shm", 60, False, False, id="shm, dropped"),
+        pytest.param("shm", 60, True, True, id="shm, new groups"),
+        pytest.param("gloo", 200 if FULL else 50, True, False, id="gloo, closed"),
+        pytest.param("gloo", 40, False, False, id="gloo, dropped"),
+        pytest.param("gloo", 40, True, True, id="gloo, new groups"),
+        pytest.param(APART, 40, True, False, id=f"{APART}, closed"),
+        pytest.param(APART, 40, False, False, id=f"{APART}, dropped"),
     ],
 )
 def test_nothing_grows(name: str, count: int, close: bool, new_groups: bool, ranks: RankPools) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import SOME_RANKS, length_of, make, points
+from families import FULL_GRID, SOME_RANKS, length_of, make, one_of_each, points
 from programs import reads_early, rearranged, replays_with_collectives, size_of
 from ranks import Here, RankPools
 
@@ -64,7 +64,7 @@ def receives_late(program: Program) -> int:
 @pytest.mark.parametrize("direction", PASSES)
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_small_requests_are_received_from_the_start(ranks: int, direction: Pass) -> None:
-    for point in {point.name: point for point in points([ranks], ("", "/late"))}.values():
+    for point in one_of_each(points([ranks], ("", "/late"))):
         schedule = make(point.name, ranks, "zigzag", Causal(), length_of(point, 2, None))
         assert not any(map(receives_late, lowered(schedule, direction, ahead_bytes=ALL))), point.name
 
@@ -100,7 +100,7 @@ def test_ulysses_sends_each_peer_two_messages() -> None:
 @pytest.mark.parametrize("direction", PASSES)
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_both_ends_find_the_same(ranks: int, direction: Pass) -> None:
-    for point in {point.name: point for point in points([ranks], ("", "/late"))}.values():
+    for point in one_of_each(points([ranks], ("", "/late"))):
         schedule = make(point.name, ranks, "zigzag", Causal(), length_of(point, 2, None))
         by_rank = [{tuple(each) for each in found(schedule, rank, direction)} for rank in range(ranks)]
         for rank, some in enumerate(by_rank):
@@ -140,8 +140,8 @@ def test_transports_that_post_in_one_order_have_none() -> None:
 @pytest.mark.parametrize("ranks", SOME_RANKS)
 def test_programs_of_all_families_are_proved(ranks: int) -> None:
     met = set()
-    for point in {point.name: point for point in points([ranks], ("", "/late"))}.values():
-        for layout, chunks in (("contiguous", 1), ("zigzag", 2)):
+    for point in one_of_each(points([ranks], ("", "/late"))):
+        for layout, chunks in (("zigzag", 2), ("contiguous", 1)) if FULL_GRID else (("zigzag", 2),):
             schedule = make(point.name, ranks, layout, Causal(), length_of(point, chunks, None))
             replay_schedule(schedule, beyond(transport_target("gloo")))
             if any(each.collectives for each in lowered(schedule)):

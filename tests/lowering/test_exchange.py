@@ -8,7 +8,7 @@ from io import StringIO
 
 import pytest
 import torch
-from families import SOME_RANKS, length_of, make, points
+from families import SOME_RANKS, by_turns, length_of, make, one_of_each, points
 from programs import lower_all, reads_early, rearranged, replays_with_collectives, size_of
 from test_planner_hccl import A2, printed
 
@@ -130,8 +130,8 @@ def check(schedule: Schedule, programs: dict[Pass, list[Program]], **queues: boo
 def test_programs_of_all_families_are_proved(ranks: int) -> None:
     """In a queue for each pair and group, and in one a rank; nothing computes between the posts of a collective."""
     met = set()
-    for point in {point.name: point for point in points([ranks], ("", "/late"))}.values():
-        for layout, chunks in (("contiguous", 1), ("zigzag", 2)):
+    for number, point in enumerate(one_of_each(points([ranks], ("", "/late")))):
+        for layout, chunks in by_turns((("contiguous", 1), ("zigzag", 2)), number):
             schedule = make(point.name, ranks, layout, Full(), length_of(point, chunks, None))
             programs: dict[Pass, list[Program]] = {way: together(schedule, way) for way in PASSES}
             if any(program.collectives for some in programs.values() for program in some):

@@ -68,6 +68,7 @@ def test_every_family_is_there() -> None:
     assert set(ONE_OF_EACH) == set(FAMILIES)
 
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_is_what_ranks_compute(family: str, change: str, ranks: RankPools) -> None:

@@ -57,6 +57,7 @@ def case_of(
 GRID = grid()
 
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_exact(case: Case, ranks: RankPools) -> None:
     """In fp32, with the bytes that the schedule says."""

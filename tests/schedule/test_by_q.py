@@ -21,6 +21,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize(("name", "ranks"), CASES)
 @pytest.mark.parametrize("mask", ["full", "causal", "documents(0,50,192)"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -40,6 +41,7 @@ def test_placed_by_q(name: str) -> None:
     assert build(scheme, whole, whole, parse_mask("causal")) == one_by_one
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", ["ring", "ring/pieces2", "usp/2", "usp/4", "double-ring/2", "usp/2/pieces2"])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])

@@ -19,7 +19,8 @@ from tokenring.sequence.workload import Workload
 
 HEADS = ((8, 8), (6, 6), (8, 2), (8, 1), (6, 3))
 # Of all families: on five ranks there is none that there is not on three.
-SOME_RANKS = (2, 3, 4, 5, 6) if os.environ.get("TOKENRING_FULL_GRID") else (2, 3, 4, 6)
+FULL_GRID = bool(os.environ.get("TOKENRING_FULL_GRID"))
+SOME_RANKS = (2, 3, 4, 5, 6) if FULL_GRID else (2, 3, 4, 6)
 OPTIONS = ("", "/late", "/keep", "/regather")
 
 
@@ -50,6 +51,17 @@ def points(ranks: Sequence[int], options: Sequence[str] = OPTIONS) -> list[Point
         for name in members(count, heads)
         for option in options
     ]
+
+
+def one_of_each(found: Sequence[Point]) -> list[Point]:
+    """Each name once, whatever the heads; of large worlds, without TOKENRING_FULL_GRID=1, one of each family."""
+    few = not FULL_GRID and max(point.ranks for point in found) > max(SOME_RANKS)
+    return list({(point.family, point.option) if few else point.name: point for point in found}.values())
+
+
+def by_turns(circumstances: Sequence[Any], number: int) -> Sequence[Any]:
+    """All of these circumstances; without TOKENRING_FULL_GRID=1 one, which goes by a member's number."""
+    return circumstances if FULL_GRID else [circumstances[number // 2 % len(circumstances)]]
 
 
 def sample(found: Sequence[Point], factors: Mapping[str, Sequence[Any]], tries: int = 60) -> list[tuple[Any, ...]]:
