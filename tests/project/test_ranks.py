@@ -160,6 +160,7 @@ def session(folder: Path, hangs: bool) -> tuple[subprocess.Popen[str], list[int]
     return made, [int(pid) for pid in pids.read_text().split()[:-1]]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["end", "SIGINT", "SIGKILL"])
 def test_a_session_leaves_nothing(ending: str, tmp_path: Path) -> None:

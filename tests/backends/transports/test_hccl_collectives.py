@@ -60,6 +60,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("case", "uses", "streams"), [*((*row, 1) for row in CASES), *((*row, None) for row in CASES[::3])], ids=str
 )
