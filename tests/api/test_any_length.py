@@ -72,6 +72,7 @@ def check_exact(case: AnyLength, made: Made) -> None:
         assert float((got - want).norm()) <= LIMITS[name] * size, name
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_exact_and_nothing_is_padded(case: AnyLength, ranks: RankPools) -> None:
     made = ranks(case.ranks)(run_any_length, case)

@@ -62,6 +62,7 @@ def without_gradients(here: Here, case: Case, mode: Callable[[], AbstractContext
     return all(results)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(schedule: str, mode: Callable[[], AbstractContextManager[object]], ranks: RankPools) -> None:
@@ -99,6 +100,7 @@ def checkpointed(here: Here, case: Case, reentrant: bool, schedule: str | None) 
     return equal((out.detach(), *gradients), (expected[0], *expected[2:]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("schedule", [None, "auto"])
 def test_activation_checkpointing(reentrant: bool, schedule: str | None, ranks: RankPools) -> None:
@@ -256,6 +258,7 @@ def twice(here: Here, case: Case) -> bool:
     return equal(*made) and equal(made[0], plain(here, case))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_runs_give_the_same_bits(schedule: str, dtype: torch.dtype, ranks: RankPools) -> None:

@@ -101,6 +101,7 @@ def changed64(whole: list[torch.Tensor], how: Change, rows: torch.Tensor) -> lis
     return [x.detach()[:, rows] for x in (changed, right.dq, right.dk, right.dv)]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_are_right(world_size: int, change: str, ranks: RankPools) -> None:

@@ -46,6 +46,7 @@ def errors(here: Here, schedule: str, how: str) -> list[float]:
     return [relative_error(a, b) for a, b in zip(whole, (want.out, want.dq, want.dk, want.dv), strict=True)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("schedule", "how"), [*product(["direct-kv", "ring", "tokenring", "ulysses"], ["mask"]), ("ring", "layout")]
 )

@@ -55,6 +55,7 @@ def swapped(here: Here, backend: str | None) -> tuple[list[float], bool]:
     return [relative_error(x.detach(), y) for x, y in zip(made, wanted, strict=True)], same
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_heads_first(world_size: int, backend: str | None, ranks: RankPools) -> None:

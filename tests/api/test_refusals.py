@@ -189,6 +189,7 @@ def check_heard(found: list[tuple[str, str]], kind: type[Exception], says: str) 
             assert text.endswith("So no rank made the call")
 
 
+@pytest.mark.sampled(30)
 @transports
 @pytest.mark.parametrize("what", [each for each in REFUSALS if each not in SLOW])
 def test_one_rank_refuses(what: str, name: str, ranks: RankPools) -> None:
@@ -196,6 +197,7 @@ def test_one_rank_refuses(what: str, name: str, ranks: RankPools) -> None:
     check_heard(ranks(WORLD_SIZE)(one_refuses, name, what, "tokenring"), kind, says)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", SLOW)
 def test_one_rank_refuses_what_is_compiled(what: str, ranks: RankPools) -> None:
     *_, kind, says = REFUSALS[what]

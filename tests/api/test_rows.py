@@ -27,6 +27,7 @@ def case_of(schedule: str, layout: str, mask: Mask, dtype: torch.dtype = torch.f
     return Case(4, schedule, layout, "", 4, 2, 2, 16, dtype, None, mask, LENGTH)
 
 
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -72,6 +73,7 @@ def with_large_scores(here: Here, case: Case, kernel: str, sign: float) -> Local
     return Local(Attention(out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout)), {})
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("kernel", KERNELS)

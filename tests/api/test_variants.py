@@ -43,6 +43,7 @@ def sampled(count: int, kinds: int) -> list[Variant]:
     return made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", RANKS)
 def test_all_families(count: int, ranks: RankPools) -> None:
     variants = sampled(count, 8 if FULL else 2)

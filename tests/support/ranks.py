@@ -65,6 +65,8 @@ PRELOADED = [
     "tokenring.backends.merging.npu",
     "tests.support.preloaded",  # where tests run in the folder above
     "torch.fx.experimental.symbolic_shapes",  # and with it sympy: for the first gradient, a second of each rank
+    "torch._dynamo",  # for the first compiled or checkpointed call, or step of an optimizer: three seconds of each rank
+    "torch._functorch.aot_autograd",
 ]
 # Limits of a quiet machine; see `patience`.
 CALL_SECONDS = 60.0  # a call on ranks; below pytest's limit for a test

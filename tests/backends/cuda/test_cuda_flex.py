@@ -42,6 +42,7 @@ def pairs(mask: Any, rows: int, cols: int) -> torch.Tensor:
 REAL = [tile for tile in TILES if tile.patch.pairs() and tile.head_dim <= 128]
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("tile", REAL, ids=str)
 def test_forward_is_torchs_own(tile: Tile) -> None:
     """Of what a kernel must do: out and lse of every tile, with rows that see nothing, against float64."""

@@ -49,6 +49,7 @@ def tile_for(kernel: TileKernel, tile: Tile) -> Tile:
     return tile if tile.dtype in kernel.dtypes else replace(tile, dtype=torch.bfloat16)
 
 
+@pytest.mark.sampled(180)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("name", MADE)
 def test_conformance(name: str, tile: Tile) -> None:

@@ -58,6 +58,7 @@ def total(found: list[tuple[dict[str, float], int]]) -> dict[str, float]:
     return {name: math.sqrt(sum(errors[name] for errors, _ in found)) for name in NAMES}
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
     ("world_size", "schedule", "layout"),

@@ -41,6 +41,7 @@ def npu_kernel() -> NpuFusion:
     return kernel
 
 
+@pytest.mark.sampled(144)
 @pytest.mark.parametrize("offer", [*WHEELS, *BRANCHES])
 @pytest.mark.parametrize("tile", BY_NAME)
 def test_conformance(npus: NpuPools, offer: str, tile: str) -> None:

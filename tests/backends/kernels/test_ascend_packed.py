@@ -145,6 +145,7 @@ def padded_lists(here: Here) -> None:
     assert {call.arguments["actual_seq_qlen"][-1] for call in calls} == {0}
 
 
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("options", [{}, {"token_major": True}, {"batch": 1}, {"dtype": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("offer", [WITHOUT_LAYOUT, WITH_LAYOUT, "second version only"])
 @pytest.mark.parametrize("name", CASES)

@@ -83,6 +83,7 @@ def runs(
     return errors | {"packed": sum(call.arguments["actual_seq_qlen"] != npu_trials.ENDS for call in packed)}
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
     ("world_size", "schedule", "layout", "offer"),

@@ -127,6 +127,7 @@ def never_waits(program: Program) -> Program:
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("change", "at", "says"),
     [
