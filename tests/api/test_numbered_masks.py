@@ -6,7 +6,6 @@ import gc
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import tokenring as tr
 from tokenring.api import compiled
@@ -18,6 +17,8 @@ PACKS = [(0, 24), (0, 5, 24), (0, 3, 9, 24), (0, 1, 2, 3, 24), (0, 12, 20, 24), 
 
 def graphs(masks: list[tr.Mask]) -> int:
     """Count the graphs that are compiled for calls with these masks, all of which are those of eager calls."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # seconds, of whoever collects this module
+
     torch._dynamo.reset()
     cp = tr.ContextParallel("self")
     q, k, v = (torch.randn(1, 24, 2, 8, requires_grad=True) for _ in range(3))
