@@ -67,6 +67,7 @@ PRELOADED = [
     "torch.fx.experimental.symbolic_shapes",  # and with it sympy: for the first gradient, a second of each rank
     "torch._dynamo",  # for the first compiled or checkpointed call, or step of an optimizer: three seconds of each rank
     "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",  # which every backend imports when it first compiles, two more seconds
 ]
 # Limits of a quiet machine; see `patience`.
 CALL_SECONDS = 60.0  # a call on ranks; below pytest's limit for a test
