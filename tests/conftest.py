@@ -76,10 +76,10 @@ def _fork_server() -> fork_server.Given | None:
 @pytest.hookimpl(tryfirst=True)  # before what is deselected by markers is
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What one worker has alone comes first, then what takes longest: no worker is left with it at the end."""
-    leave_samples(config, items)
     for item in items:
         if module_of(item.path) in ALONE | STARTING or not POOLS.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("waits")
+    leave_samples(config, items, POOLS)
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: _turn(module_of(item.path)))  # stable
 

@@ -6,7 +6,8 @@
     def test_exact(ranks: int, mask: str) -> None: ...
 
 Of each test function 12 rows are left, in which every word of any row's id is met where 12 are enough for that: each
-family, layout, mask, number of ranks. TOKENRING_FULL_GRID=1 leaves all.
+family, layout, mask, number of ranks. Without the mark, a test on pools of ranks has a third of its rows, and eight at
+least. TOKENRING_FULL_GRID=1 leaves all.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from __future__ import annotations
 import os
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import pytest
 
 MARKER = "sampled"
+LEAST_ROWS, SHARE = 8, 3
 
 
 def words(row: str) -> set[str]:
@@ -40,17 +42,18 @@ def drawn(rows: Sequence[str], count: int, seed: str) -> list[int]:
     return sorted(found)
 
 
-def leave_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the rows of marked tests that are not drawn."""
+def leave_samples(config: pytest.Config, items: list[pytest.Item], pools: Set[str]) -> None:
+    """Deselect the rows of marked tests that are not drawn, and of tests that take one of these fixtures."""
     if os.environ.get("TOKENRING_FULL_GRID"):
         return
     rows_of: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker(MARKER) is not None:
+        if item.get_closest_marker(MARKER) is not None or not pools.isdisjoint(getattr(item, "fixturenames", ())):
             rows_of.setdefault(item.nodeid.partition("[")[0], []).append(item)
     dropped = set[pytest.Item]()
     for test, rows in rows_of.items():
-        (count,) = {marker.args[0] for row in rows if (marker := row.get_closest_marker(MARKER)) is not None}
+        marker = rows[0].get_closest_marker(MARKER)
+        count = max(LEAST_ROWS, -(-len(rows) // SHARE)) if marker is None else marker.args[0]
         kept = drawn([row.nodeid.partition("[")[2] for row in rows], count, test.rpartition("/")[2])
         dropped |= set(rows) - {rows[at] for at in kept}
     if dropped:
