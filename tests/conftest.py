@@ -37,8 +37,8 @@ STARTING = frozenset({
     "ascend_device", "ascend_real", "ascend_traps", "capture", "cann_stubs", "cli", "cluster", "compile", "devices",
     "doctor", "docs", "errors", "examples", "gpu_nccl", "gpu_script", "groups", "hccl", "hccl_emulation", "hccl_life",
     "hccl_mutants", "megatron", "megatron_contexts", "megatron_install", "megatron_packed", "megatron_parts",
-    "merge", "merge_warps", "mindspeed", "mindspeed_real", "nccl", "npu_smoke", "npu_smoke_kernel", "planner_job",
-    "planner_rates", "readme", "rooms", "symm", "topology_probe", "topology_report", "transfers",
+    "merge", "merge_warps", "mindspeed", "mindspeed_real", "mindspeed_splits", "nccl", "npu_smoke", "npu_smoke_kernel",
+    "planner_job", "planner_rates", "readme", "rooms", "symm", "topology_probe", "topology_report", "transfers",
     "transfers_taken", "transports", "watch",
 })  # fmt: skip
 POOLS = frozenset({"ranks", "npus"})

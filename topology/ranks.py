@@ -23,6 +23,11 @@ if TYPE_CHECKING:  # the rest is imported where it is needed: `import tokenring`
 TIMEOUT_SECONDS = 60.0
 
 
+def probe_seconds(timeout_seconds: float) -> float:
+    """Return how long ranks that wait for each other so long wait in a probe: no less than tools may need to answer."""
+    return max(timeout_seconds, TIMEOUT_SECONDS)
+
+
 @dataclass(frozen=True)
 class Topology:
     """The links that join the ranks of a group.

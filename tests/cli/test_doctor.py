@@ -135,7 +135,8 @@ def test_operators_come_from_schemas(tmp_path: Path, warm_torch: str) -> None:
 
 
 def test_npus(tmp_path: Path, warm_torch: str) -> None:
-    """All is there: what would be used for tensors on them."""
+    """All is there, and Megatron too: what would be used for tensors on them, and which variables are missing."""
+    (tmp_path / "site" / "megatron").mkdir(parents=True)
     found = doctor(torch_npu(tmp_path / "site", EMULATED), python=warm_torch)
     assert [(each["type"], each["names"]) for each in found["accelerators"]] == [("npu", ["Ascend910B3"] * 8)]
     choices = {each["device"]: each for each in found["choices"]}
@@ -145,6 +146,8 @@ def test_npus(tmp_path: Path, warm_torch: str) -> None:
     operators = {each["name"]: each["arguments"] for each in found["operators"]}
     assert "softmax_layout" in operators["npu_fusion_attention"] and operators["npu_ring_attention_update"]
     assert [each for each in found["problems"] if each["hurts"]] == []
+    advice = [each["advice"] for each in found["problems"] if each["about"] == "environment"]
+    assert advice == ["export HCCL_CONNECT_TIMEOUT=600 or more", "export CUDA_DEVICE_MAX_CONNECTIONS=1"]
 
 
 def test_what_is_left_of_a_device_without_operators(tmp_path: Path, warm_torch: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from test_topology_dumps import SHARED
 
 from tokenring.cli.doctor.cann import find_cann, set_env_of
-from tokenring.cli.doctor.variables import variables
+from tokenring.cli.doctor.variables import unset, variables
 from tokenring.imports import explain, import_failure, last_line, mismatch
 
 # ---------- variables
@@ -26,6 +26,10 @@ from tokenring.imports import explain, import_failure, last_line, mismatch
         ({"HCCL_CONNECT_TIMEOUT": "soon"}, "HCCL takes 120 to 7200 seconds"),
         ({"HCCL_EXEC_TIMEOUT": "1868"}, "HCCL_EVENT_TIMEOUT (1868) must be longer"),
         ({"HCCL_EXEC_TIMEOUT": "60", "HCCL_EVENT_TIMEOUT": "50"}, "HCCL_EVENT_TIMEOUT (50) must be longer"),
+        ({"HCCL_EXEC_TIMEOUT": "0"}, "waits for ever, also for a rank that died: set a limit, as 1836"),
+        ({"HCCL_EXEC_TIMEOUT": "204"}, "comes 204 s late to a message ends the job"),
+        ({"HCCL_ASYNC_ERROR_HANDLING": "0"}, "never comes then hangs"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "ASCEND_HOME_PATH": "/cann"}, "unless it is 1; NPUs themselves ignore"),
         ({"HCCL_BUFFSIZE": "0"}, "no number of MB from 1 on"),
         ({"HCCL_BUFFSIZE": "2048"}, "every communicator takes twice this: 4096 MB"),
         ({"P2P_HCCL_BUFFSIZE": "0"}, "share one stream"),
@@ -59,6 +63,10 @@ def test_values_that_hurt(environment: dict[str, str], says: str) -> None:
         {"HCCL_CONNECT_TIMEOUT": "7200"},
         {"HCCL_EXEC_TIMEOUT": "1836"},
         {"HCCL_EXEC_TIMEOUT": "2000", "HCCL_EVENT_TIMEOUT": "0"},
+        {"HCCL_EXEC_TIMEOUT": "600"},
+        {"HCCL_ASYNC_ERROR_HANDLING": "1"},
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "ASCEND_HOME_PATH": "/cann"},
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "32"},
         {"HCCL_BUFFSIZE": "200"},
         {"P2P_HCCL_BUFFSIZE": "20"},
         {"STREAMS_PER_DEVICE": "32"},
@@ -74,6 +82,22 @@ def test_values_that_hurt(environment: dict[str, str], says: str) -> None:
 def test_values_that_do_not(environment: dict[str, str]) -> None:
     found = [(each.name, each.warning) for each in variables(environment)]
     assert found == [(name, None) for name in sorted(environment)]
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_megatron", "advised"),
+    [
+        ({}, False, ["export HCCL_CONNECT_TIMEOUT=600 or more"]),
+        ({}, True, ["export HCCL_CONNECT_TIMEOUT=600 or more", "export CUDA_DEVICE_MAX_CONNECTIONS=1"]),
+        ({"HCCL_CONNECT_TIMEOUT": "1200"}, True, ["export CUDA_DEVICE_MAX_CONNECTIONS=1"]),
+        ({"HCCL_CONNECT_TIMEOUT": "1200", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}, True, []),
+        ({"HCCL_CONNECT_TIMEOUT": "1200"}, False, []),
+    ],
+)
+def test_what_should_be_set_on_npus(environment: dict[str, str], has_megatron: bool, advised: list[str]) -> None:
+    found = unset(environment, has_megatron)
+    assert [advice for _, advice in found] == advised
+    assert all("is not set" in what for what, _ in found)
 
 
 def test_others_are_left_out() -> None:

@@ -26,6 +26,7 @@ DPA = "megatron.core.transformer.dot_product_attention"
 TE = "megatron.core.extensions.transformer_engine"
 SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 BATCH = "megatron.training.utils"
+STATE = "megatron.core.parallel_state"
 BUILD = "megatron.core.transformer.spec_utils"
 ULYSSES = "mindspeed.core.context_parallel.ulysses_context_parallel.ulysses_context_parallel"
 ROTARY = "megatron.core.models.common.embeddings.rotary_pos_embedding"
@@ -120,7 +121,8 @@ class ContextParallelFeature(Feature):
 
 def _rows(args: Any, length: int) -> torch.Tensor:
     """What this rank has of a sequence. Of an algorithm that is not known here it has all, without a word."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    group = sys.modules[STATE].get_context_parallel_group()
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if args.context_parallel_algo in ("megatron_cp_algo", "kvallgather_cp_algo"):
         return torch.tensor(zigzag(ranks, length).positions(rank))
     if args.context_parallel_algo == "hybrid_cp_algo":
@@ -141,7 +143,7 @@ def _cut_batch(args: Any) -> Callable[..., Any]:
 
 def _cut_rotary(args: Any) -> Callable[..., Any]:
     def get_pos_emb_on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int) -> torch.Tensor:
-        return pos_emb.index_select(seq_dim, _rows(args, pos_emb.shape[seq_dim]))
+        return pos_emb.index_select(seq_dim, _rows(args, pos_emb.shape[seq_dim]).to(pos_emb.device))
 
     return get_pos_emb_on_this_cp_rank
 
@@ -162,7 +164,7 @@ class LikeMindSpeed:
         found: dict[str, dict[str, Any]] = {
             "mindspeed.features_manager": {"MindSpeedFeaturesManager": manager, "MindSpeedFeature": Feature},
             "megatron.core": {"__version__": "0.12.1" if self.line == "whole" else "0.17.0"},
-            "megatron.core.parallel_state": state,
+            STATE: state,
             DPA: {"DotProductAttention": local},
             TE: {"TEDotProductAttention": engine},
             SPECS: {"DotProductAttention": local, "TEDotProductAttention": engine},

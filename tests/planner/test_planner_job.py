@@ -76,7 +76,7 @@ def on_accelerators(here: Here, who_knows: tuple[int, ...]) -> tuple[str, int]:
     """What is planned among accelerators of which some ranks were told the topology, and how often this rank probed."""
     probed = []
 
-    def probe(group: object, device: torch.device) -> Topology:
+    def probe(group: object, device: torch.device, **limits: float) -> Topology:
         probed.append(device)
         dist.barrier()  # as a probe is one thing of all ranks
         return joined(RANKS, 100.0)

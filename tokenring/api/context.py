@@ -354,7 +354,7 @@ class ContextParallel(Standing):
         from tokenring.planner.choosing.auto import restricted
         from tokenring.planner.choosing.planner import Planner
 
-        limits = self.memory_limit_bytes, self.tensor_parallel
+        limits = self.memory_limit_bytes, self.tensor_parallel, self.timeout_seconds
         return Planner(self._group, self.world_size, self.topology, restricted(str(self.schedule)), *limits)
 
     def _layouts(self, request: Request) -> tuple[Layout, Layout]:

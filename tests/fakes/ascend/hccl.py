@@ -33,6 +33,7 @@ from ascend.hccl_streams import (
     is_poisoned,
     poison,
 )  # fmt: skip
+from ascend.hccl_whole import WholeTensors
 
 # Of Atlas A2 and A3; 910A has no bf16, and only the 950 has fp8.
 DTYPES = (
@@ -199,7 +200,7 @@ class Collective:
             x.copy_(made)
 
 
-class HcclGroup(SendsBatches, dist.ProcessGroup):
+class HcclGroup(SendsBatches, WholeTensors, dist.ProcessGroup):  # type: ignore[misc]
     """One process group: a communicator for each peer, made when first used, and one of all ranks."""
 
     def __init__(self, store: Any, rank: int, size: int, name: str, timeout: timedelta) -> None:

@@ -49,6 +49,10 @@ class Job:
     recompute_modules: tuple[str, ...] | None = None
     sequence_parallel: bool = False
     linears: str = ""  # the schedule of our linear layers; "": Megatron's own
+    vpp: int = 1  # virtual pipeline stages, and which of them a model is
+    stage: int = 0
+    experts: int = 0
+    ep: int = 1
 
     @property
     def whole(self) -> Job:
@@ -58,7 +62,7 @@ class Job:
 
     def whole_in(self, dtype: torch.dtype) -> Job:
         """The same on one rank, in this dtype."""
-        return replace(self, tp=1, cp=1, pp=1, sequence_parallel=False, linears="", dtype=dtype)
+        return replace(self, tp=1, cp=1, pp=1, vpp=1, ep=1, sequence_parallel=False, linears="", dtype=dtype)
 
     def config(self) -> Any:
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -84,8 +88,24 @@ class Job:
             **({"recompute_modules": list(self.recompute_modules)} if self.recompute_modules else {}),
             sequence_parallel=self.sequence_parallel,
             **recompute,
+            **self._of_experts_and_stages(),
             **(LATENT if self.latent else {}),
         )
+
+    def _of_experts_and_stages(self) -> dict[str, Any]:
+        """What the config says of experts, and of virtual pipeline stages, whose messages go two by two."""
+        found: dict[str, Any] = {}
+        if self.experts:
+            how = "alltoall" if self.ep > 1 else "allgather"  # the former wants streams, of a CPU too
+            found |= {
+                "num_moe_experts": self.experts, "moe_router_topk": 2, "moe_token_dispatcher_type": how,
+                "moe_router_load_balancing_type": "none", "expert_model_parallel_size": self.ep,
+                "add_bias_linear": False,
+            }  # fmt: skip
+        if self.vpp > 1:
+            stages = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+            found |= {"virtual_pipeline_model_parallel_size": self.vpp, **stages}
+        return found
 
     def layer_spec(self) -> Any:
         """Megatron's own spec of a layer, with our linears where the job says so."""
@@ -96,7 +116,8 @@ class Job:
 
             if not isinstance(getattr(module, "TELinear", object), type):  # 0.16, without TransformerEngine: a mock
                 module.TELinear = type("TELinear", (), {})
-        spec = get_gpt_layer_local_spec(multi_latent_attention=self.latent)
+        experts = {"num_experts": self.experts, "moe_grouped_gemm": False} if self.experts else {}
+        spec = get_gpt_layer_local_spec(multi_latent_attention=self.latent, **experts)
         return use_tokenring_linears(spec, self.linears) if self.linears else spec
 
 
@@ -147,7 +168,9 @@ def build(here: Here, job: Job, spec: Any = None, **options: Any) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    parallel(here, job.tp, job.cp, job.pp)
+    parallel(here, job.tp, job.cp, job.pp, job.vpp, job.ep)
+    if job.vpp > 1:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(job.stage)
     torch.manual_seed(job.seed)
     options |= {"latents": True} if job.travels else {}
     model = GPTModel(
@@ -209,7 +232,7 @@ def local_data(job: Job, data: Data) -> Data:
         rows = contiguous_rows(job.length, rank, ranks)
     else:  # Megatron has nothing for documents; TransformerEngine has
         rows = packed_rows([padded for _, padded in job.documents], rank, ranks)
-    return Data(*(x[:, rows] for x in data))
+    return Data(*(x[:, rows.to(x.device)] for x in data))
 
 
 def packing(job: Job) -> Any:
@@ -266,6 +289,10 @@ def part_of(model: Any, name: str, parameter: Any, whole: dict[str, torch.Tensor
     words = name.split(".")
     if words[:2] == ["decoder", "layers"]:
         words[2] = str(model.decoder.layers[int(words[2])].layer_number - 1)
+    if "local_experts" in words:
+        at = words.index("local_experts") + 1
+        here = len(model.decoder.layers[0].mlp.experts.local_experts)
+        words[at] = str(int(words[at]) + here * state.get_expert_model_parallel_rank())
     found = whole[".".join(words)]
     if not getattr(parameter, "tensor_model_parallel", False):
         return found

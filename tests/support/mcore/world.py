@@ -89,20 +89,21 @@ def load(folder: str) -> str:
     return version
 
 
-def parallel(here: Here, tp: int = 1, cp: int = 1, pp: int = 1) -> None:
+def parallel(here: Here, tp: int = 1, cp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1) -> None:
     """Make this the split of the world in Megatron's parallel_state, of which the groups are made once and kept."""
     from megatron.core import parallel_state as state
 
-    states: dict[tuple[int, int, int], dict[str, Any]] = here.memory.setdefault("states", {})
-    if (tp, cp, pp) not in states:
-        blank = states.setdefault((0, 0, 0), _globals(state))
+    states: dict[tuple[int, ...], dict[str, Any]] = here.memory.setdefault("states", {})
+    if (tp, cp, pp, vpp, ep) not in states:
+        blank = states.setdefault((0,), _globals(state))
         vars(state).update(blank)
         with _each_group_once(here.memory.setdefault("groups", {})):
             state.initialize_model_parallel(
-                tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp
-            )
-        states[tp, cp, pp] = _globals(state)
-    vars(state).update(states[tp, cp, pp])
+                tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp,
+                virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None, expert_model_parallel_size=ep,
+            )  # fmt: skip
+        states[tp, cp, pp, vpp, ep] = _globals(state)
+    vars(state).update(states[tp, cp, pp, vpp, ep])
 
 
 @contextmanager

@@ -107,5 +107,5 @@ def _told(cache: CacheMemory, heads: int, tokens: int, cached: int | None = None
         call = CachedCall(size, net, machine.over(transport.target))
         return reduction(call) if cached is None else of_own_rows(call)
 
-    planner = Planner(cp.group, cp.world_size, cp.topology, (), None, cp.tensor_parallel)
+    planner = Planner(cp.group, cp.world_size, cp.topology, (), None, cp.tensor_parallel, cp.timeout_seconds)
     return planner.told(transport, cache.device, cache.dtype, choose)

@@ -24,7 +24,7 @@ from tokenring.cli.doctor.findings import (
     Problem,
     TorchNpu,
 )
-from tokenring.cli.doctor.variables import variables
+from tokenring.cli.doctor.variables import unset, variables
 from tokenring.tables.kept_files import folder_of_plans
 
 SECONDS = 60.0  # for each process; a first import from a slow disk takes half of it
@@ -193,9 +193,9 @@ def _missing(found: Findings, answers: dict[str, Answer], environment: Mapping[s
     if found.torch_npu.imports and "npu" not in kinds:
         advice = "see that npu-smi info lists the NPUs for this user, and what ASCEND_RT_VISIBLE_DEVICES leaves of them"
         found.problems.append(Problem("npu", "torch_npu imports, and sees no NPU", advice, hurts=has_npus))
-    if "npu" in kinds and not environment.get(CONNECT):
-        what = f"{CONNECT} is not set: pairs of ranks must meet within HCCL's own 120 s, a first step may take longer"
-        found.problems.append(Problem("environment", what, f"export {CONNECT}=600 or more", hurts=False))
+    if "npu" in kinds:
+        missing = unset(environment, any(map(_has, ("megatron", "mindspeed"))))
+        found.problems += [Problem("environment", *each, hurts=False) for each in missing]
     for choice in found.choices:
         if choice.device == "cpu":
             continue
@@ -206,7 +206,6 @@ def _missing(found: Findings, answers: dict[str, Answer], environment: Mapping[s
                 found.problems.append(Problem(part, what, f"move the tensors to the CPU, or see why no {part} serves"))
 
 
-CONNECT = "HCCL_CONNECT_TIMEOUT"
 PURPOSE: Mapping[str, str] = {"transport": "moves", "kernel": "computes attention of"}
 
 

@@ -20,6 +20,11 @@ NAMES = (
     "TASK_QUEUE_ENABLE", "MULTI_STREAM_MEMORY_REUSE", "INF_NAN_MODE_ENABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "STREAMS_PER_DEVICE",
 )  # fmt: skip
+CONNECT, QUEUES = "HCCL_CONNECT_TIMEOUT", "CUDA_DEVICE_MAX_CONNECTIONS"
+OF_CANN = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # what its set_env.sh sets
+MEGATRON_WANTS = (
+    "Megatron, and with it MindSpeed, refuses context and tensor parallelism unless it is 1; NPUs themselves ignore it"
+)
 CONNECT_SECONDS = (120, 7200)
 PAIRS_CONNECT_SECONDS = 600  # that torch_npu recommends where pairs of ranks have communicators (P2P_HCCL_BUFFSIZE.md)
 EXEC_SECONDS, EVENT_SECONDS = 1836, 1868  # HCCL's and torch_npu's own
@@ -92,7 +97,33 @@ def _execution(value: str, environment: Mapping[str, str]) -> str | None:
     event = _number(environment.get("HCCL_EVENT_TIMEOUT", str(EVENT_SECONDS)).strip())
     if event is not None and event != 0 and event <= seconds:
         return f"HCCL_EVENT_TIMEOUT ({event}) must be longer: raise it above {seconds}"
+    if seconds == 0:
+        return f"HCCL waits for ever, also for a rank that died: set a limit, as {EXEC_SECONDS} or 3600"
+    if seconds < PAIRS_CONNECT_SECONDS:
+        return (
+            f"a rank that comes {seconds} s late to a message ends the job, as one does that compiles operators or "
+            f"writes a checkpoint: set {EXEC_SECONDS}, or 3600 as MindSpeed's scripts do"
+        )
     return None
+
+
+def _queues(value: str, environment: Mapping[str, str]) -> str | None:
+    is_ascend = any(environment.get(name) for name in OF_CANN)
+    return f"{MEGATRON_WANTS}: set 1" if is_ascend and value != "1" else None
+
+
+def unset(environment: Mapping[str, str], has_megatron: bool) -> list[tuple[str, str]]:
+    """Return what is missing on a machine with NPUs, and what to do: of each variable that should be set and is not.
+
+    has_megatron: Megatron-core or MindSpeed is installed.
+    """
+    found = []
+    if not environment.get(CONNECT):
+        what = f"{CONNECT} is not set: pairs of ranks must meet within HCCL's own 120 s, a first step may take longer"
+        found.append((what, f"export {CONNECT}={PAIRS_CONNECT_SECONDS} or more"))
+    if has_megatron and not environment.get(QUEUES):
+        found.append((f"{QUEUES} is not set: {MEGATRON_WANTS}", f"export {QUEUES}=1"))
+    return found
 
 
 def _buffer(value: str, environment: Mapping[str, str]) -> str | None:
@@ -170,7 +201,7 @@ def _is(text: str, warning: str) -> Check:
 
 CHECKS: Mapping[str, Check] = {
     "ASCEND_RT_VISIBLE_DEVICES": _visible,
-    "HCCL_CONNECT_TIMEOUT": _connect,
+    CONNECT: _connect,
     "HCCL_EXEC_TIMEOUT": _execution,
     "HCCL_OP_RETRY_ENABLE": _retry,
     "HCCL_BUFFSIZE": _buffer,
@@ -181,6 +212,8 @@ CHECKS: Mapping[str, Check] = {
     "HCCL_WHITELIST_DISABLE": _whitelist,
     "RANK_TABLE_FILE": _rank_table,
     "STREAMS_PER_DEVICE": _streams,
+    "HCCL_ASYNC_ERROR_HANDLING": _is("0", "a message whose other end never comes then hangs instead of ending the job"),
+    QUEUES: _queues,
     "TORCH_HCCL_BLOCKING_WAIT": _is("1", BLOCKING),
     "ASCEND_LAUNCH_BLOCKING": _is("1", EVERY_CALL),
     "TASK_QUEUE_ENABLE": _is("0", "the host launches every operator itself, one after another: slow"),

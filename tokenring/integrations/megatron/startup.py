@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tokenring.launch.groups import hold
-from tokenring.topology.ranks import Topology
+from tokenring.topology.ranks import Topology, probe_seconds
 
 if TYPE_CHECKING:
     from tokenring.api.context import ContextParallel
@@ -83,7 +83,7 @@ def _topology(cp: ContextParallel, device: torch.device) -> Topology | None:
         return cp.topology if isinstance(cp.topology, Topology) else None
     if device.type == "cpu":
         return Topology("machine without accelerators", cp.world_size)
-    return Topology.probe(hold(cp.group), device)
+    return Topology.probe(hold(cp.group), device, timeout_seconds=probe_seconds(cp.timeout_seconds))
 
 
 def _has_rank_0(cp: ContextParallel) -> bool:

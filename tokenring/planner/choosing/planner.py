@@ -44,7 +44,7 @@ from tokenring.sequence.layout import Layout
 from tokenring.tables.kernel_rates import KernelKey, kept
 from tokenring.tables.rates import Machine, Rates
 from tokenring.topology.model.facts import PROCESS
-from tokenring.topology.ranks import Topology
+from tokenring.topology.ranks import TIMEOUT_SECONDS, Topology, probe_seconds
 
 if TYPE_CHECKING:
     from tokenring.backends.interfaces import AttentionKernel, Transport
@@ -74,7 +74,10 @@ class Planner:
         families: tuple[str, ...],
         memory_limit_bytes: int | None,
         tensor_parallel: int = 1,
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
+        """timeout_seconds: how long ranks wait for each other in a probe, if it is longer than a probe's own limit."""
+        self._probe_seconds = probe_seconds(timeout_seconds)
         self.group = None if group is None else held(group)
         self.world_size, self.families = world_size, families
         self.memory_limit_bytes, self.tensor_parallel = memory_limit_bytes, tensor_parallel
@@ -115,7 +118,7 @@ class Planner:
         if given is None and device.type == "cpu":
             given = Topology("machine without accelerators", self.world_size * self.tensor_parallel)
         elif given is None:
-            given = Topology.probe(self.group, device)
+            given = Topology.probe(self.group, device, timeout_seconds=self._probe_seconds)
         return self._seen_in(given)
 
     def _seen_in(self, given: Topology | Interconnect) -> tuple[Interconnect, Topology | None]:
@@ -217,7 +220,7 @@ class Planner:
             return
         unknown = transport.rank == 0 and self._given is None and device not in self._seen
         if transport.exchange_text(PROBE if unknown else b"", "the plan")[0] == PROBE:
-            found = Topology.probe(self.group, device)
+            found = Topology.probe(self.group, device, timeout_seconds=self._probe_seconds)
             self._seen[device] = self._seen_in(found)
 
     def _said(self, request: Request, plan: Callable[[], Plan]) -> bytes:
