@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from tokenring.ir.passes import keep_for_last, move_order, order, sight_of, tile_order
 from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, ScheduleData, Tile
-from tokenring.schedule.routes import Gather, Hop, Makers, Origin, Return, return_direct
+from tokenring.schedule.routes import Gather, Hop, Makers, Origin, Return, return_direct, stay
 from tokenring.schedule.scheme import (
     Groups,
     Pair,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int, int]  # owner, head group and piece: their units go the same ways, at the same time
 Unit = tuple[int, int]  # the number of a unit, and its head group
+_step_of = itemgetter(0)  # of a hop
 
 
 def halves_in_pieces(scheme: Scheme) -> bool:
@@ -254,12 +256,13 @@ class OwnParts:
 
     def _needed(self, side: _Side, key: Key, hops: Iterable[Hop]) -> Iterator[tuple[Block, Hop]]:
         """Yield the hops of each block that are needed: whose end uses it or passes it on."""
-        last_first = sorted(hops, key=lambda hop: -hop.step)
+        last_first = sorted(hops, key=_step_of, reverse=True)
+        used = [self._used(hop.dst)[side.kind] for hop in last_first]
         for block, unit in zip(side.blocks[key], side.units[key], strict=True):
             needed, wanted = set[int](), (unit, key[1])
-            for hop in last_first:
-                if hop.dst in needed or wanted in self._used(hop.dst)[side.kind]:
-                    needed.add(hop.src)
+            for hop, used_there in zip(last_first, used, strict=True):
+                if wanted in used_there or hop[2] in needed:
+                    needed.add(hop[1])
                     yield block, hop
 
     def _partials(self, side: _Side, rank: int, wide: set[Block]) -> Iterator[Move]:
@@ -284,7 +287,7 @@ class OwnParts:
 
     def _fed(self, side: _Side, key: Key, hops: Iterable[Hop]) -> Iterator[tuple[Block, Hop]]:
         """Yield the hops of partials for each block that carry any: whose source made or received some."""
-        first_first = sorted(hops, key=lambda hop: hop.step)
+        first_first = sorted(hops, key=_step_of)
         for block, unit in zip(side.blocks[key], side.units[key], strict=True):
             received, made = set[int](), (unit, key[1])
             for hop in first_first:
@@ -295,12 +298,13 @@ class OwnParts:
 
     def requested_tokens(self) -> int:
         """Return the tokens times hops of all requests."""
-        return sum(
-            self.empty.rows(block)
-            for side in (self._q, self._kv)
-            for key in side.blocks
-            for block, _ in self._needed(side, key, side.hops(key))
-        )
+        total = 0
+        for side in (self._q, self._kv):
+            for key, blocks in side.blocks.items():
+                needed = self._needed(side, key, side.hops(key)) if side.gather is not stay else ()
+                hops = Counter(block for block, _ in needed)
+                total += sum(hops[block] * self.empty.rows(block) for block in blocks)
+        return total
 
     def moves_by_pair(self) -> Counter[tuple[int, int, Kind]]:
         """Return the number of moves of all ranks, as `ScheduleData.moves_by_pair`."""
@@ -322,7 +326,7 @@ class _Side:
     """All units of q, or of kv, and their routes."""
 
     def __init__(self, empty: Schedule, kind: Kind, gather: Gather, back: Return) -> None:
-        self.kind, self.back, self._gather = kind, back, gather
+        self.kind, self.gather, self.back = kind, gather, back
         self._world, self._pieces = empty.world_size, empty.pieces_of(kind)
         self.blocks: dict[Key, tuple[Block, ...]] = {}
         self.units: dict[Key, tuple[int, ...]] = {}  # their numbers, as of `ScheduleData.unit_index`
@@ -361,7 +365,7 @@ class _Side:
     def hops(self, key: Key) -> tuple[Hop, ...]:
         """Return the hops by which a unit reaches all ranks that it ever reaches."""
         if key not in self._hops:
-            self._hops[key] = self._gather(self._origin(key))
+            self._hops[key] = self.gather(self._origin(key))
         return self._hops[key]
 
     def due(self, key: Key) -> dict[int, int]:
