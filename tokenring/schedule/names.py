@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
-from tokenring.ir.schedule_data import REQUESTS
+from tokenring.ir.passes import sight_of
+from tokenring.ir.schedule_data import REQUESTS, Kind
 from tokenring.schedule.families.basic import (
     at_key,
     at_query,
@@ -18,8 +20,9 @@ from tokenring.schedule.families.basic import (
 )
 from tokenring.schedule.families.change import arranged
 from tokenring.schedule.families.registry import FAMILIES, OURS, SMALL_TILE_TOKENS, Named, check_fit, check_heads, parse
+from tokenring.schedule.routes import Gather, stay
 from tokenring.schedule.schedule import Schedule
-from tokenring.schedule.scheme import WHOLE_UNITS, Scheme, build
+from tokenring.schedule.scheme import WHOLE_UNITS, Pair, Scheme, build, nothing_moves_yet, origin_of, units
 from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask import Mask
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from tokenring.schedule.own_part import OwnParts
     from tokenring.sequence.workload import Workload
 
+Ranks = dict[tuple[int, int, int], set[int]]  # that read a unit, by chunk, head group and piece
 SCHEMES: dict[str, Callable[..., Scheme]] = {
     "ring": ring,
     "tokenring": tokenring,
@@ -77,10 +81,9 @@ def make_schedule(
     a direction that a scheme does not have, and pieces that do not divide the chunks.
     """
     schemes = _schemes(name, q_layout, kv_layout, direction, pieces, order)
-    if len(schemes) > 1 and _goes_by_owner(name, mask):
-        schemes = [parts_that_move_least(schemes, q_layout, kv_layout, mask).scheme]
-    if len(schemes) == 1:
-        return build(schemes[0], q_layout, kv_layout, mask, wanted)
+    least = schemes[0] if len(schemes) == 1 else moves_least(schemes, q_layout, kv_layout, mask)
+    if least is not None:
+        return build(least, q_layout, kv_layout, mask, wanted)
     built = [build(scheme, q_layout, kv_layout, mask) for scheme in schemes]
     return min(built, key=moved_tokens)
 
@@ -164,7 +167,7 @@ def schedule_in_parts(
     if not _goes_by_owner(name, mask) or any(halves_in_pieces(each) for each in schemes):
         return named_schedule(name, workload, q_layout, kv_layout, mask, order=order)
     check_heads(name, schemes[0].head_groups, workload)
-    return Schedule.in_parts(parts_that_move_least(schemes, q_layout, kv_layout, mask))
+    return Schedule.in_parts(_parts_that_move_least(schemes, q_layout, kv_layout, mask))
 
 
 def _goes_by_owner(name: str, mask: Mask) -> bool:
@@ -172,9 +175,68 @@ def _goes_by_owner(name: str, mask: Mask) -> bool:
     return mask in WHOLE_UNITS and parse(name).family in OURS
 
 
-def parts_that_move_least(schemes: Sequence[Scheme], q_layout: Layout, kv_layout: Layout, mask: Mask) -> OwnParts:
+def _parts_that_move_least(schemes: Sequence[Scheme], q_layout: Layout, kv_layout: Layout, mask: Mask) -> OwnParts:
     """Return the parts of the scheme whose requests carry fewest tokens times hops, of equals the first."""
     from tokenring.schedule.own_part import OwnParts
 
     some = [OwnParts(each, q_layout, kv_layout, mask) for each in schemes]
     return some[0] if len(some) == 1 else min(some, key=OwnParts.requested_tokens)
+
+
+# ---------- which of two mirror images moves less, by their routes alone: the schedules take far longer to make
+
+
+def moves_least(schemes: Sequence[Scheme], q_layout: Layout, kv_layout: Layout, mask: Mask) -> Scheme | None:
+    """Return the scheme whose requests carry fewest tokens times hops, of equals the first; None if it takes making.
+
+    That is told where whole units move and ranks of tiles go by their q.
+    """
+    told = all(each.placed_by_q and each.place_for is None for each in schemes)
+    if not told or mask not in WHOLE_UNITS:
+        return None
+    return min(schemes, key=lambda each: _requested_tokens(each, q_layout, kv_layout, mask))
+
+
+def _requested_tokens(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> int:
+    """Return tokens times hops of all requests in what `build` would make."""
+    schedule = nothing_moves_yet(scheme, q_layout, kv_layout, mask)
+    by_q, by_kv = _readers(schedule, scheme)
+    return _tokens(schedule, "q", scheme.gather_q, by_q) + _tokens(schedule, "kv", scheme.gather_kv, by_kv)
+
+
+def _readers(schedule: Schedule, scheme: Scheme) -> tuple[Ranks, Ranks]:
+    """Return the ranks whose tiles read each unit of q, and of kv, and see or show something."""
+    sees, pieces = sight_of(schedule), range(scheme.kv_pieces)
+    by_q: Ranks = defaultdict(set)
+    shown: dict[tuple[int, int], set[int]] = defaultdict(set)  # units of kv, by rank and head group
+    for block in units(schedule, "q"):
+        _, chunk, heads, q_piece, _ = block
+        seen = sees.seen_by(schedule.unit_index(block))
+        for piece in pieces:
+            pair = Pair(schedule.owner(block), 0, heads, q_piece, piece, schedule.world_size)
+            here = seen if len(pieces) == 1 else {unit for unit in seen if unit % len(pieces) == piece}
+            if here:
+                rank = scheme.place(pair)
+                by_q[chunk, heads, q_piece].add(rank)
+                shown[rank, heads] |= here
+    by_kv: Ranks = defaultdict(set)
+    for (rank, heads), some in shown.items():
+        for unit in some:
+            by_kv[unit // len(pieces), heads, unit % len(pieces)].add(rank)
+    return by_q, by_kv
+
+
+def _tokens(schedule: Schedule, kind: Kind, gather: Gather, readers: Ranks) -> int:
+    """Return the tokens times hops of this kind that reach a reader, or go on to one."""
+    if gather is stay:
+        return 0
+    total = 0
+    for block in units(schedule, kind):
+        needed = set(readers.get(block[1:4], ()))
+        hops = 0
+        for hop in sorted(gather(origin_of(schedule, block)), key=lambda hop: -hop.step):
+            if hop.dst in needed:
+                needed.add(hop.src)
+                hops += 1
+        total += hops * schedule.rows(block)
+    return total

@@ -79,9 +79,10 @@ class OwnParts:
 
     def part(self, rank: int) -> OwnPart:
         """Return the part of a rank."""
-        if self._made is None or self._made[0] != rank:
-            self._made = rank, self._make(rank)
-        return self._made[1]
+        made = self._made
+        if made is None or made[0] != rank:
+            made = self._made = rank, self._make(rank)
+        return made[1]
 
     def _make(self, rank: int) -> OwnPart:
         tiles, wide = self.tiles(rank), set[Block]()

@@ -56,14 +56,17 @@ class Schedule(ir.ScheduleData):
 
         def __getattr__(self, name: str) -> object:
             """Make all tiles and moves of a schedule that is in parts."""
-            if name not in MADE_LATER or "_parts" not in vars(self):
+            parts: PartByPart | None = vars(self).get("_parts")
+            if name not in MADE_LATER or (parts is None and name not in vars(self)):  # another thread may have made it
                 raise AttributeError(f"a schedule has no {name!r}", name=name, obj=self)
+            if parts is None:
+                return vars(self)[name]
             from tokenring.gc_pause import no_collection
 
             with no_collection():
-                whole = vars(self)["_parts"].whole()
+                whole = parts.whole()
             vars(self).update({each: getattr(whole, each) for each in MADE_LATER})
-            del vars(self)["_parts"]
+            vars(self).pop("_parts", None)
             return vars(self)[name]
 
     def __getstate__(self) -> dict[str, object]:
