@@ -8,7 +8,7 @@ tiles up to this step). A step is an order, never a barrier.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -230,6 +230,21 @@ class ScheduleData:
             return self.rows(move.block)
         return sum(stop - start for start, stop in move.rows)
 
+    def tiles_at(self, rank: int) -> list[Tile]:
+        """Return the tiles of a rank, in order."""
+        return self._tiles_by_rank.get(rank, [])
+
+    @cached_property
+    def _tiles_by_rank(self) -> dict[int, list[Tile]]:
+        found: dict[int, list[Tile]] = defaultdict(list)
+        for tile in self.tiles:
+            found[tile.rank].append(tile)
+        return found
+
+    def of_rank(self, rank: int) -> ScheduleData:
+        """Return a schedule in which the program of a rank is the same as in this one: this one, or the rank's part."""
+        return self
+
     @cached_property
     def cuts_rows(self) -> bool:
         """True if a move carries only some rows of its unit."""
@@ -250,6 +265,9 @@ class ScheduleData:
     @cached_property
     def moves_by_pair(self) -> Mapping[tuple[int, int, Kind], int]:
         """The number of moves from one rank to another of blocks of a kind, of all that any pass makes."""
+        return self._count_by_pair()
+
+    def _count_by_pair(self) -> Mapping[tuple[int, int, Kind], int]:
         return Counter((src, dst, block[0]) for _, block, src, dst, _, _, _ in self.moves)
 
     def moving(self, direction: Pass) -> frozenset[Kind]:

@@ -62,7 +62,9 @@ def lower(
     check_workload(schedule, workload, direction)
     if as_integer(rank) not in range(schedule.world_size):
         raise ConfigurationError(f"there is no rank {rank!r}; the schedule has ranks 0 to {schedule.world_size - 1}")
-    agenda = agenda_of(storage_of(schedule), rank, direction, workload, supports)
+    needs_all = target.bundle_bytes if target.early_receives else target.collectives
+    part = schedule if needs_all else schedule.of_rank(rank)
+    agenda = agenda_of(storage_of(part), rank, direction, workload, supports)
     return lower_agenda(agenda, workload, target)
 
 

@@ -132,9 +132,6 @@ class Storage:
         self._row_of: list[dict[Block, int]] = [{} for _ in ranks]
         self._messages: dict[tuple[int, Pass], list[Message]] = {}
         self._stretches: dict[Pass, list[list[_Stretch]]] = {}
-        self._tiles: list[list[Tile]] = [[] for _ in ranks]
-        for tile in schedule.tiles:
-            self._tiles[tile.rank].append(tile)
 
     def group(self, block: Block) -> Group:
         """Return the group of a block: its kind as a request, its owner, head group and piece."""
@@ -200,7 +197,7 @@ class Storage:
 
     def tiles(self, rank: int) -> list[Tile]:
         """Return the tiles of a rank, in order."""
-        return self._tiles[rank]
+        return self.schedule.tiles_at(rank)
 
     def messages(self, rank: int, direction: Pass) -> list[Message]:
         """Return the messages that a rank sends and receives in a pass, in the order that both ends share."""
@@ -243,7 +240,7 @@ class Storage:
     def _joined_at(self, rank: int) -> dict[Group, Group]:
         """Return, for groups that some tile of a rank reads together with another, the one that stands for all."""
         if rank not in self._joined:
-            self._joined[rank] = self._join_fused(self._tiles[rank])
+            self._joined[rank] = self._join_fused(self.tiles(rank))
             for group, key in self._joined[rank].items():
                 self._members[rank, key].append(group)
         return self._joined[rank]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tokenring.ir.schedule_data import PASSES, Pass, ScheduleData
+from tokenring.ir.schedule_data import PARTIALS, PASSES, REQUEST_OF, REQUESTS, Pass, ScheduleData
 
 Link = tuple[int, int, str]  # source, destination, channel
 LOWERED = ("early_receives", "collectives", "bundle_bytes", "ahead_bytes")  # the flags that programs depend on
@@ -95,7 +95,12 @@ def beyond(target: Target) -> list[Target]:
 
 def links(schedule: ScheduleData, passes: Iterable[Pass] = PASSES) -> set[Link]:
     """Return (source, destination, channel) of all messages of these passes."""
-    return {(move.src, move.dst, move.channel) for direction in passes for move in schedule.moves_in(direction)}
+    moving = {kind for direction in passes for kind in schedule.moving(direction)}
+    return {
+        (src, dst, PARTIALS if kind in REQUEST_OF else REQUESTS)
+        for src, dst, kind in schedule.moves_by_pair
+        if kind in moving
+    }
 
 
 class Contacts(NamedTuple):

@@ -19,7 +19,7 @@ from tokenring.schedule.families.basic import (
     tokenring,
 )
 from tokenring.schedule.families.change import arranged
-from tokenring.schedule.families.registry import FAMILIES, SMALL_TILE_TOKENS, Named, check_fit, check_heads, parse
+from tokenring.schedule.families.registry import FAMILIES, OURS, SMALL_TILE_TOKENS, Named, check_fit, check_heads, parse
 from tokenring.schedule.routes import Gather, stay
 from tokenring.schedule.schedule import Schedule
 from tokenring.schedule.scheme import WHOLE_UNITS, Pair, Scheme, build, nothing_moves_yet, origin_of, units
@@ -27,6 +27,7 @@ from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask import Mask
 
 if TYPE_CHECKING:
+    from tokenring.schedule.own_part import OwnParts
     from tokenring.sequence.workload import Workload
 
 Ranks = dict[tuple[int, int, int], set[int]]  # that read a unit, by chunk, head group and piece
@@ -79,19 +80,26 @@ def make_schedule(
     Raises NotWanted where it says no; ConfigurationError for unknown names, parameters that do not fit the world size,
     a direction that a scheme does not have, and pieces that do not divide the chunks.
     """
+    schemes = _schemes(name, q_layout, kv_layout, direction, pieces, order)
+    least = schemes[0] if len(schemes) == 1 else moves_least(schemes, q_layout, kv_layout, mask)
+    if least is not None:
+        return build(least, q_layout, kv_layout, mask, wanted)
+    built = [build(scheme, q_layout, kv_layout, mask) for scheme in schemes]
+    return min(built, key=moved_tokens)
+
+
+def _schemes(
+    name: str, q_layout: Layout, kv_layout: Layout, direction: int | None, pieces: int | None,
+    order: Sequence[int] | None,
+) -> list[Scheme]:  # fmt: skip
+    """Return the schemes of a name, one for each direction to choose from."""
     named, world_size = parse(name), q_layout.world_size
     ways = _directions(named, direction)
     scheme = named.make(world_size, pieces=pieces)
     check_fit(name, scheme, None, q_layout, kv_layout)
     small = _is_small(scheme, q_layout, kv_layout)
     schemes = [named.make(world_size, way, pieces, small) for way in ways]
-    if order is not None:
-        schemes = [arranged(scheme, order) for scheme in schemes]
-    least = schemes[0] if len(schemes) == 1 else moves_least(schemes, q_layout, kv_layout, mask)
-    if least is not None:
-        return build(least, q_layout, kv_layout, mask, wanted)
-    built = [build(scheme, q_layout, kv_layout, mask) for scheme in schemes]
-    return min(built, key=moved_tokens)
+    return schemes if order is None else [arranged(scheme, order) for scheme in schemes]
 
 
 def _directions(named: Named, asked: int | None) -> tuple[int, ...]:
@@ -145,6 +153,34 @@ def named_schedule(
     made = make_schedule(name, q_layout, kv_layout, mask, pieces=pieces, order=order, wanted=wanted)
     check_heads(name, made.head_groups, workload)
     return made
+
+
+def schedule_in_parts(
+    name: str, workload: Workload, q_layout: Layout, kv_layout: Layout, mask: Mask,
+    order: Sequence[int] | None = None,
+) -> Schedule:  # fmt: skip
+    """Return what `named_schedule` makes, where it can with no rank's part made yet: see `own_part`."""
+    from tokenring.schedule.own_part import halves_in_pieces
+
+    pieces = default_pieces(name, workload, q_layout, kv_layout)
+    schemes = _schemes(name, q_layout, kv_layout, None, pieces, order)
+    if not _goes_by_owner(name, mask) or any(halves_in_pieces(each) for each in schemes):
+        return named_schedule(name, workload, q_layout, kv_layout, mask, order=order)
+    check_heads(name, schemes[0].head_groups, workload)
+    return Schedule.in_parts(_parts_that_move_least(schemes, q_layout, kv_layout, mask))
+
+
+def _goes_by_owner(name: str, mask: Mask) -> bool:
+    """Return whether all units of an owner, head group and piece go the same ways, as those of our families, whole."""
+    return mask in WHOLE_UNITS and parse(name).family in OURS
+
+
+def _parts_that_move_least(schemes: Sequence[Scheme], q_layout: Layout, kv_layout: Layout, mask: Mask) -> OwnParts:
+    """Return the parts of the scheme whose requests carry fewest tokens times hops, of equals the first."""
+    from tokenring.schedule.own_part import OwnParts
+
+    some = [OwnParts(each, q_layout, kv_layout, mask) for each in schemes]
+    return some[0] if len(some) == 1 else min(some, key=OwnParts.requested_tokens)
 
 
 # ---------- which of two mirror images moves less, by their routes alone: the schedules take far longer to make

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tokenring.errors import ConfigurationError
 from tokenring.ir import schedule_data as ir
-from tokenring.ir.schedule_data import Pass
+from tokenring.ir.schedule_data import Kind, Pass
 from tokenring.lowering.backend_names import PLANNED_WITH, kernel_class, transport_target
 from tokenring.lowering.target import IDEAL
 
 if TYPE_CHECKING:
     from tokenring.lowering.program import Program
     from tokenring.sequence.workload import Workload
+
+MADE_LATER = frozenset({"tiles", "moves"})  # of a schedule in parts, when they are first asked for
+
+
+class PartByPart(Protocol):
+    """The parts of all ranks, as `own_part` makes them, before the whole is made."""
+
+    @property
+    def empty(self) -> Schedule:
+        """The schedule without tiles and moves."""
+
+    def whole(self) -> Schedule:
+        """Make the whole schedule."""
+
+    def part(self, rank: int) -> ir.ScheduleData:
+        """Return a schedule in which the program of a rank is the same."""
+
+    def moves_by_pair(self) -> Mapping[tuple[int, int, Kind], int]:
+        """Return the number of moves of all ranks, as `ScheduleData.moves_by_pair`."""
 
 
 class Schedule(ir.ScheduleData):
@@ -23,6 +43,45 @@ class Schedule(ir.ScheduleData):
     def of(cls, data: ir.ScheduleData) -> Schedule:
         """Return the schedule with the fields of this data."""
         return cls(**{field.name: getattr(data, field.name) for field in fields(data)})
+
+    @classmethod
+    def in_parts(cls, parts: PartByPart) -> Schedule:
+        """Return a schedule of which all tiles and moves are made when somebody first asks for them."""
+        made, known = object.__new__(cls), vars(parts.empty)
+        vars(made).update({each.name: known[each.name] for each in fields(cls) if each.name not in MADE_LATER})
+        vars(made)["_parts"] = parts
+        return made
+
+    if not TYPE_CHECKING:  # attributes are those of the dataclass
+
+        def __getattr__(self, name: str) -> object:
+            """Make all tiles and moves of a schedule that is in parts."""
+            parts: PartByPart | None = vars(self).get("_parts")
+            if name not in MADE_LATER or (parts is None and name not in vars(self)):  # another thread may have made it
+                raise AttributeError(f"a schedule has no {name!r}", name=name, obj=self)
+            if parts is None:
+                return vars(self)[name]
+            from tokenring.gc_pause import no_collection
+
+            with no_collection():
+                whole = parts.whole()
+            vars(self).update({each: getattr(whole, each) for each in MADE_LATER})
+            vars(self).pop("_parts", None)
+            return vars(self)[name]
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what is pickled: all tiles and moves."""
+        whole = {each: getattr(self, each) for each in MADE_LATER}  # which may have to be made
+        return super().__getstate__() | whole
+
+    def _count_by_pair(self) -> Mapping[tuple[int, int, Kind], int]:
+        parts: PartByPart | None = vars(self).get("_parts")
+        return super()._count_by_pair() if parts is None else parts.moves_by_pair()
+
+    def of_rank(self, rank: int) -> ir.ScheduleData:
+        """Return the part of a rank, where the whole is not made; else this schedule."""
+        parts: PartByPart | None = vars(self).get("_parts")
+        return self if parts is None else parts.part(rank)
 
     def verify(self) -> Schedule:
         """Prove both passes; returns the schedule itself. Raises ScheduleError with step, rank and block."""

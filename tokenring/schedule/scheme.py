@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,7 +80,7 @@ def build(
     if scheme.together:
         made = prune(fuse(dense(scheme, q_layout, kv_layout, mask)))
     else:
-        tiles_of = _fused_tiles if _goes_by_q(scheme) else _joined_tiles
+        tiles_of = _fused_tiles if goes_by_q(scheme) else _joined_tiles
         made = prune(dense(scheme, q_layout, kv_layout, mask, tiles_of, None if scheme.late else wanted))
     made = order(keep_for_last(made) if scheme.late else made)
     if mask in WHOLE_UNITS:
@@ -90,7 +90,7 @@ def build(
     return exact(made)
 
 
-def _goes_by_q(scheme: Scheme) -> bool:
+def goes_by_q(scheme: Scheme) -> bool:
     """Return whether tiles are placed and timed by their q alone, whenever what they need arrives."""
     return scheme.placed_by_q and scheme.timed_by_q and scheme.when is not None and scheme.place_for is None
 
@@ -196,6 +196,7 @@ TilesOf = Callable[[Schedule, Scheme, Units, Units], list[Tile]]
 
 Pairs = list[tuple[tuple[Block, ...], tuple[Block, ...]]]  # q and kv of tiles
 Groups = dict[tuple[int, int, int], Pairs]  # by step, rank and head group
+Rows = dict[tuple[int, int, int], list[tuple[tuple[Block, ...], int]]]  # q units and kv pieces, by the same
 
 
 def _tiles(schedule: Schedule, scheme: Scheme, q_units: Units, kv_units: Units) -> list[Tile]:
@@ -205,19 +206,24 @@ def _tiles(schedule: Schedule, scheme: Scheme, q_units: Units, kv_units: Units) 
 
 def _joined_tiles(schedule: Schedule, scheme: Scheme, q_units: Units, kv_units: Units) -> list[Tile]:
     """Return what `fuse` makes of `_tiles`: here tiles are known by their units, of which no two are one."""
+    return joined(schedule, _groups(schedule, scheme, q_units, kv_units))
+
+
+def joined(schedule: Schedule, groups: Groups) -> list[Tile]:
+    """Return the tiles of these groups, of each group one where it is all q × all kv of it."""
     in_order: dict[frozenset[int], tuple[Block, ...]] = {}  # by the units' blocks, of which each is one object
 
-    def joined(parts: dict[int, tuple[Block, ...]]) -> tuple[Block, ...]:
+    def together(parts: dict[int, tuple[Block, ...]]) -> tuple[Block, ...]:
         key = frozenset(parts)
         if key not in in_order:
             in_order[key] = in_sequence(schedule, parts.values())
         return in_order[key]
 
     tiles: list[Tile] = []
-    for (step, rank, _), pairs in _groups(schedule, scheme, q_units, kv_units).items():
+    for (step, rank, _), pairs in groups.items():
         q, kv = {id(each): each for each, _ in pairs}, {id(each): each for _, each in pairs}
         if 1 < len(pairs) == len(q) * len(kv):
-            tiles.append(Tile(step, rank, joined(q), joined(kv)))
+            tiles.append(Tile(step, rank, together(q), together(kv)))
         else:
             tiles += [Tile(step, rank, *pair) for pair in pairs]
     return tiles
@@ -262,7 +268,7 @@ def _fused_tiles(schedule: Schedule, scheme: Scheme, q_units: Units, kv_units: U
     others: dict[tuple[int, int], list[tuple[int, UnitsDue]]] = defaultdict(list)  # kv by head group and piece
     for (owner, heads, kv_piece), units in kv_units.items():
         others[heads, kv_piece].append((owner, units))
-    groups: dict[tuple[int, int, int], list[tuple[tuple[Block, ...], int]]] = defaultdict(list)
+    groups: Rows = defaultdict(list)
     for (q_owner, heads, q_piece), (q, _, q_made) in q_units.items():
         for kv_piece in range(scheme.kv_pieces):
             pair = Pair(q_owner, 0, heads, q_piece, kv_piece, schedule.world_size)
@@ -271,22 +277,31 @@ def _fused_tiles(schedule: Schedule, scheme: Scheme, q_units: Units, kv_units: U
             if rank != q_owner and q_made.get(rank, -1) < step:
                 q_made[rank] = step
             groups[step, rank, heads].append((q, kv_piece))
-    tiles: list[Tile] = []
-    in_order: dict[tuple[int, ...], tuple[Block, ...]] = {}  # kv blocks by head group and pieces
     for (step, rank, heads), rows in groups.items():
         pieces = dict.fromkeys(kv_piece for _, kv_piece in rows)
         for owner, units in (each for piece in pieces for each in others[heads, piece]):
             if owner != rank and units.made.get(rank, -1) < step:
                 units.made[rank] = step
-        queries = {q for q, _ in rows}
+    return joined_rows(schedule, groups, {key: [kv.blocks for _, kv in some] for key, some in others.items()})
+
+
+def joined_rows(schedule: Schedule, groups: Rows, kv_of: UnitsOf) -> list[Tile]:
+    """Return the tiles of rows, each a q unit with all kv units of a piece: as of `joined`."""
+    tiles: list[Tile] = []
+    in_order: dict[tuple[int, ...], tuple[Block, ...]] = {}  # kv blocks by head group and pieces
+    for (step, rank, heads), rows in groups.items():
+        queries, pieces = {q for q, _ in rows}, dict.fromkeys(kv_piece for _, kv_piece in rows)
         if schedule.world_size == 1 or len(rows) < len(queries) * len(pieces):
-            tiles += [Tile(step, rank, q, kv.blocks) for q, piece in rows for _, kv in others[heads, piece]]
+            tiles += [Tile(step, rank, q, kv) for q, piece in rows for kv in kv_of[heads, piece]]
             continue
         key = heads, *pieces
         if key not in in_order:
-            in_order[key] = in_sequence(schedule, (kv.blocks for piece in pieces for _, kv in others[heads, piece]))
+            in_order[key] = in_sequence(schedule, (kv for piece in pieces for kv in kv_of[heads, piece]))
         tiles.append(Tile(step, rank, in_sequence(schedule, queries), in_order[key]))
     return tiles
+
+
+UnitsOf = Mapping[tuple[int, int], list[tuple[Block, ...]]]  # by head group and piece
 
 
 def _after_all(tiles: list[Tile], units: list[UnitsDue]) -> list[Tile]:

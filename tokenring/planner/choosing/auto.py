@@ -33,7 +33,7 @@ from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.rank_order import good_order, node_sizes
 from tokenring.planner.simulation.predict import Setting, Worked
 from tokenring.schedule.families.registry import FAMILIES, expand, is_known, parse
-from tokenring.schedule.names import CUT_BY_DEFAULT, named_schedule
+from tokenring.schedule.names import CUT_BY_DEFAULT, named_schedule, schedule_in_parts
 from tokenring.schedule.schedule import Schedule
 from tokenring.schedule.scheme import WHOLE_UNITS, late_of
 from tokenring.schedule.size_limits import MADE_RANKS
@@ -117,7 +117,8 @@ def _plan(call: CallToPlan) -> Plan:
     if is_large(setting.interconnect, EXACT_RANKS):
         check_made(setting.interconnect, "schedule='auto'", IN_A_JOB)
         found = _forecast(call, fastest_alone=True)
-        return Plan(make(call, found.name), found.workload, found.reason, found.candidates)
+        made = make_in_parts(call, found.name, order_of(setting.interconnect))
+        return Plan(made, found.workload, found.reason, found.candidates)
     _check_simulated(setting.interconnect)
     _check_one_row(call)
     first = _first_round(call)
@@ -344,6 +345,12 @@ def _says_how(name: str) -> bool:
 def make(call: CallToPlan, name: str) -> Schedule:
     """Make a schedule by its name, with the ranks in a good order for this interconnect."""
     return make_in_order(call, name, order_of(call.setting.interconnect))
+
+
+def make_in_parts(call: CallToPlan, name: str, order: Sequence[int] | None) -> Schedule:
+    """Return the schedule of `make_in_order`, of which every rank can make its own part first."""
+    layouts = call.q_layout, call.kv_layout
+    return schedule_in_parts(name, call.setting.workload, *layouts, call.mask, order=order)
 
 
 def make_in_order(

@@ -28,7 +28,7 @@ import torch
 from tokenring._version import __version__
 from tokenring.errors import TokenRingError
 from tokenring.gc_pause import no_collection
-from tokenring.planner.choosing.auto import CallToPlan, forecast_call, make_in_order, order_of, plan_call
+from tokenring.planner.choosing.auto import CallToPlan, forecast_call, make_in_parts, order_of, plan_call
 from tokenring.planner.choosing.candidates import candidate_of
 from tokenring.planner.choosing.plan import Forecast, Plan
 from tokenring.planner.choosing.scale_out import is_large
@@ -212,7 +212,7 @@ def _read(path: Path, call: CallToPlan) -> Plan | None:
         candidates = tuple(map(candidate_of, found["candidates"]))
         reason, transport = _word(found["reason"]), None if found["transport"] is None else _word(found["transport"])
         with no_collection():
-            made = make_in_order(call, _word(found["name"]), order)
+            made = make_in_parts(call, _word(found["name"]), order)
         LOG.debug("plan taken from %s", path)
         return Plan(made, call.setting.workload, reason, candidates, transport)
     except FileNotFoundError:

@@ -39,7 +39,7 @@ from tokenring.planner.machines.machine import (
     models_of,
 )
 from tokenring.planner.simulation.predict import Setting
-from tokenring.schedule.names import make_schedule, named_schedule
+from tokenring.schedule.names import make_schedule, schedule_in_parts
 from tokenring.sequence.layout import Layout
 from tokenring.tables.kernel_rates import KernelKey, kept
 from tokenring.tables.rates import Machine, Rates
@@ -262,7 +262,7 @@ class Planner:
         candidates = tuple(Candidate(**each) for each in found["candidates"])
         # In rank 0's order: another rank may know nothing of what joins them, or could think another order good.
         with no_collection():
-            made = named_schedule(found["name"], request.workload, *layouts, request.mask, order=found["order"])
+            made = schedule_in_parts(found["name"], request.workload, *layouts, request.mask, order=found["order"])
         return Plan(made, request.workload, found["reason"], candidates, found["transport"])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tokenring.errors import ConfigurationError
-from tokenring.schedule.routes import Gather, Hop, Makers, Origin, Return, stay
+from tokenring.schedule.routes import Gather, Hop, Makers, Origin, Return, return_direct, stay
 from tokenring.schedule.scheme import Pair, Placement, Scheme
 
 
@@ -44,7 +44,7 @@ def arranged(scheme: Scheme, order: Sequence[int]) -> Scheme:
             hops = of(origin._replace(owner=part[origin.owner]), {part[rank]: makers[rank] for rank in makers})
             return tuple(Hop(step, order[src], order[dst], due, add) for step, src, dst, due, add in hops)
 
-        return route
+        return of if of is return_direct else route
 
     place, when = scheme.place, scheme.when
     return replace(
@@ -135,4 +135,4 @@ def _of_whole(back: Return, pieces: int) -> Return:
     def route(origin: Origin, makers: Makers) -> tuple[Hop, ...]:
         return back(_uncut(origin, pieces), makers)
 
-    return route
+    return back if back is return_direct else route

@@ -95,6 +95,7 @@ FAMILIES: dict[str, Family] = {
         Family("multi-ring-q", "Q", "1 × P × 1", MINE, multi_ring.multi_ring_q, choices=choices.multi_ring),
     )
 }  # fmt: skip
+OURS = frozenset(FAMILIES.values())  # users may add theirs
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,177 @@
+"""A rank's part of a schedule: its program is that of the whole schedule, which nobody has made."""
+
+from __future__ import annotations
+
+import pickle
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tokenring.errors import ConfigurationError
+from tokenring.ir.schedule_data import PASSES, Tile
+from tokenring.lowering.footprint import link_bytes
+from tokenring.lowering.lower import lower
+from tokenring.lowering.target import APART, Target, links
+from tokenring.schedule.families.registry import FAMILIES
+from tokenring.schedule.names import named_schedule, schedule_in_parts
+from tokenring.schedule.own_part import OwnParts
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.layout import Layout, make_layout
+from tokenring.sequence.mask import Causal, Full, Mask
+from tokenring.sequence.mask_words import mask_of
+from tokenring.sequence.workload import Workload
+
+OPTIONS = ["", "/late", "/pieces2", "/pieces4", "/keep"]
+HEADS = {"packed": (12, 4), "uneven": (24, 24)}  # by which some of a family fit; the others take 8 and 8
+CAUSAL: Mask = Causal()
+
+
+def in_parts(schedule: Schedule) -> bool:
+    return "_parts" in vars(schedule)
+
+
+def workload(layout: Layout, heads: tuple[int, int] = (8, 8)) -> Workload:
+    return Workload(1, layout.length, layout.length, *heads, 16, torch.bfloat16)
+
+
+def cases(family: str, count: int) -> list[tuple[str, Workload, Layout, Mask, list[int] | None]]:
+    """Return some members of a family as they fit, on two to eight ranks, in several layouts, masks and orders."""
+    random, found = Random(family), []
+    for _ in range(100):
+        ranks = random.randint(2, 8)
+        nominal = workload(make_layout("zigzag", ranks, ranks * 64), HEADS.get(family, (8, 8)))
+        names = FAMILIES[family].variants(ranks, nominal, random.choice([None, 2, 4]))
+        name = random.choice(names or ["none"]) + random.choice(OPTIONS)
+        length = ranks * random.choice([64, 512]) - random.choice([0, 0, 7])
+        layout = make_layout(random.choice(["contiguous", "zigzag", "striped"]), ranks, length)
+        order, mask = random.choice([None, random.sample(range(ranks), ranks)]), random.choice([Full(), Causal()])
+        size = workload(layout, HEADS.get(family, (8, 8)))
+        try:
+            made = schedule_in_parts(name, size, layout, layout, mask, order)
+        except ConfigurationError:  # it does not fit so many ranks, tokens or heads
+            continue
+        if in_parts(made):
+            found.append((name, size, layout, mask, order))
+        if len(found) == count:
+            break
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_programs_of_every_family(family: str) -> None:
+    some = cases(family, 3)
+    assert some
+    for name, size, layout, mask, order in some:
+        whole = named_schedule(name, size, layout, layout, mask, order=order)
+        part = schedule_in_parts(name, size, layout, layout, mask, order)
+        for rank in {0, 1, layout.world_size - 1}:
+            for direction, target in zip(PASSES, APART, strict=True):
+                mine = lower(part, rank, direction, size, target)
+                assert mine == lower(whole, rank, direction, size, target), (name, layout.name, mask, order, rank)
+        assert {each: links(part, (each,)) for each in PASSES} == {each: links(whole, (each,)) for each in PASSES}
+        assert part.moves_by_pair == whole.moves_by_pair
+        assert in_parts(part)
+        assert part == whole
+        assert not in_parts(part)
+
+
+def one(name: str = "usp/2", ranks: int = 8) -> tuple[Schedule, Schedule, Workload]:
+    layout = make_layout("zigzag", ranks, ranks * 64)
+    size = workload(layout)
+    given = name, size, layout, layout, CAUSAL
+    return schedule_in_parts(*given), named_schedule(*given), size
+
+
+@pytest.mark.parametrize("what", ["str", "hash", "pickle", "replace", "of", "json", "verify"])
+def test_the_rest_is_made_for_who_asks(what: str) -> None:
+    part, whole, _ = one()
+    asked = {
+        "str": str,
+        "hash": hash,
+        "pickle": lambda each: pickle.loads(pickle.dumps(each)),
+        "replace": lambda each: each.replace(name="other"),
+        "of": Schedule.of,
+        "json": Schedule.to_json,
+        "verify": Schedule.verify,
+    }[what]
+    assert in_parts(part)
+    assert asked(part) == asked(whole)  # type: ignore[operator]
+    assert not in_parts(part)
+
+
+def test_all_is_there_at_once() -> None:
+    part, whole, size = one()
+    assert repr(part) == repr(whole)
+    assert lower(part, 3, "forward", size) == lower(whole, 3, "forward", size)
+    part, _, _ = one()
+    assert link_bytes(part, size) == link_bytes(whole, size)
+    with pytest.raises(AttributeError, match="'no_such'"):
+        getattr(part, "no_such")  # noqa: B009
+
+
+@pytest.mark.parametrize("name", ["ring/late/pieces2", "ring"])
+def test_the_whole_where_parts_are_not_known(name: str) -> None:
+    """Halves of a tile in pieces may lie elsewhere than the tile, and of other masks only some rows of units go."""
+    layout = make_layout("zigzag", 4, 1024)
+    mask = mask_of("window(100)") if name == "ring" else CAUSAL
+    assert mask is not None
+    assert not in_parts(schedule_in_parts(name, workload(layout), layout, layout, mask))
+
+
+def test_the_whole_of_a_family_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its routes may go by chunk."""
+    from dataclasses import replace
+
+    monkeypatch.setitem(FAMILIES, "ring", replace(FAMILIES["ring"], source="somebody"))
+    assert not in_parts(one("ring")[0])
+
+
+@pytest.mark.parametrize("target", [Target(bundle_bytes=1 << 20), Target(early_receives=False, collectives=True)])
+def test_messages_that_go_together_are_found_in_the_whole(target: Target) -> None:
+    part, whole, size = one("ulysses")
+    mine = lower(part, 1, "forward", size, target)
+    assert mine.collectives == lower(whole, 1, "forward", size, target).collectives != ()
+
+
+def lie_apart(parts: OwnParts, rank: int) -> list[Tile]:
+    """Return the tiles of a rank one block by one block, so that no other lies beside them."""
+    tiles = OwnParts.tiles(parts, rank)
+    return [Tile(each.step, rank, (q,), (kv,)) for each in tiles for q in each.q for kv in each.kv]
+
+
+MUTANTS = {
+    "tiles of others lie apart": ("ulysses", "_make", lambda self, rank: _with_lies(self, rank)),
+    "nobody passes anything on": ("ring", "_needed", lambda self, side, key, hops: _first_alone(self, side, key, hops)),
+    "what nobody made goes home": ("reduced/2", "_fed", lambda self, side, key, hops: _all(side, key, hops)),
+    "partials go as soon as q is there": ("tokenring", "_step", lambda self, rank, q, kv: 0),
+}
+
+
+def _with_lies(parts: OwnParts, rank: int) -> object:
+    made = MAKE(parts, rank)
+    vars(parts)["tiles"] = lambda other: lie_apart(parts, other)
+    return made
+
+
+def _first_alone(parts: OwnParts, side: Any, key: Any, hops: Any) -> object:
+    return (each for each in NEEDED(parts, side, key, hops) if each[1].src == key[0])
+
+
+def _all(side: Any, key: Any, hops: Any) -> object:
+    return ((block, hop) for block in side.blocks[key] for hop in hops)
+
+
+MAKE, NEEDED = OwnParts._make, OwnParts._needed
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_other_programs_are_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, method, instead = MUTANTS[mutant]
+    monkeypatch.setattr(OwnParts, method, instead)
+    part, whole, size = one(name)
+    ranks = range(whole.world_size)
+    assert [lower(part, rank, "forward", size) for rank in ranks] != [
+        lower(whole, rank, "forward", size) for rank in ranks
+    ]

@@ -1,0 +1,380 @@
+"""One rank's part of what a scheme makes: its tiles, and the moves that it sends or receives, without those of others.
+
+The same tiles and moves as in what `scheme.build` makes, found from the rank's side. Of other ranks only what the
+program of this one depends on is asked: which blocks they use, when they are done, and which of them lie together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from tokenring.ir.passes import keep_for_last, move_order, order, sight_of, tile_order
+from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, ScheduleData, Tile
+from tokenring.schedule.routes import Gather, Hop, Makers, Origin, Return, return_direct, stay
+from tokenring.schedule.scheme import (
+    Groups,
+    Pair,
+    Rows,
+    Scheme,
+    build,
+    goes_by_q,
+    joined,
+    joined_rows,
+    nothing_moves_yet,
+)
+
+if TYPE_CHECKING:
+    from tokenring.schedule.schedule import Schedule
+    from tokenring.sequence.layout import Layout
+    from tokenring.sequence.mask import Mask
+
+Key = tuple[int, int, int]  # owner, head group and piece: their units go the same ways, at the same time
+Unit = tuple[int, int]  # the number of a unit, and its head group
+_step_of = itemgetter(0)  # of a hop
+
+
+def halves_in_pieces(scheme: Scheme) -> bool:
+    """Return whether halves of a local tile may lie elsewhere than the tile, for which parts are not known."""
+    return scheme.late and (scheme.q_pieces > 1 or scheme.kv_pieces > 1)
+
+
+class OwnPart(ScheduleData):
+    """The part of one rank: a schedule with its tiles and moves alone, which says where others keep blocks."""
+
+    def tiles_at(self, rank: int) -> list[Tile]:
+        """Return the tiles of any rank; those of others may come whole where they keep some for last."""
+        own: int = vars(self)["rank"]
+        return list(self.tiles) if rank == own else vars(self)["parts"].tiles(rank)
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class OwnParts:
+    """The parts of all ranks of a schedule in which whole units move, each made when it is asked for.
+
+    Routes must be the same for all units of an owner, head group and piece: those of all families are. Not where
+    `halves_in_pieces`.
+    """
+
+    def __init__(self, scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:
+        self.scheme = scheme
+        self.empty = nothing_moves_yet(scheme, q_layout, kv_layout, mask)
+        self._sees = sight_of(self.empty)
+        self._q = _Side(self.empty, "q", scheme.gather_q, scheme.return_q)
+        self._kv = _Side(self.empty, "kv", scheme.gather_kv, scheme.return_kv)
+        self._by_q = scheme.placed_by_q and scheme.place_for is None
+        self._place = scheme.place if scheme.place_for is None else scheme.place_for(q_layout, kv_layout, mask)
+        self._used_known: dict[int, dict[Kind, set[Unit]]] = {}
+        self._last_known: dict[int, int] = {}
+        self._made: tuple[int, OwnPart] | None = None  # the part that was last asked for: that of both passes
+
+    def whole(self) -> Schedule:
+        """Return the schedule, with what all ranks do."""
+        return build(self.scheme, self.empty.q_layout, self.empty.kv_layout, self.empty.mask)
+
+    def part(self, rank: int) -> OwnPart:
+        """Return the part of a rank."""
+        made = self._made
+        if made is None or made[0] != rank:
+            made = self._made = rank, self._make(rank)
+        return made[1]
+
+    def _make(self, rank: int) -> OwnPart:
+        tiles, wide = self.tiles(rank), set[Block]()
+        moves = [
+            *self._requests(self._q, rank), *self._requests(self._kv, rank),
+            *self._partials(self._q, rank, wide), *self._partials(self._kv, rank, wide),
+        ]  # fmt: skip
+        moves.sort(key=move_order)
+        each = self.empty
+        made = OwnPart(
+            each.name, each.world_size, each.q_layout, each.kv_layout, each.mask, tuple(tiles), tuple(moves),
+            each.head_groups, each.q_pieces, each.kv_pieces, each.keep, each.slack, each.codecs,
+        )  # fmt: skip
+        if self.scheme.late:
+            made = order(keep_for_last(made))
+        vars(made).update(_wide_partials=frozenset(wide), rank=rank, parts=self)
+        return made
+
+    # ---------- tiles
+
+    def tiles(self, rank: int) -> list[Tile]:
+        """Return the tiles of a rank, in order; none is kept for last."""
+        parts = (self._sees.part(tile, tile.q, tile.kv) for tile in self._all_tiles(rank))
+        return sorted((tile for tile in parts if tile.q), key=tile_order)
+
+    def _all_tiles(self, rank: int) -> list[Tile]:
+        """Return the tiles of a rank as if everything were visible."""
+        if goes_by_q(self.scheme) and not self.scheme.together:
+            rows: Rows = defaultdict(list)
+            for q, kv_piece in self._rows_at[rank]:
+                rows[self._row_step(q, kv_piece), rank, q[1]].append((self._q.blocks[q], kv_piece))
+            return joined_rows(self.empty, rows, self._kv.blocks_by_heads)
+        groups: Groups = defaultdict(list)
+        for q, kv, step in self._work(rank):
+            groups[step, rank, q[1]].append((self._q.blocks[q], self._kv.blocks[kv]))
+        return joined(self.empty, groups)
+
+    def _work(self, rank: int) -> Iterator[tuple[Key, Key, int]]:
+        """Yield what a rank computes, units of one owner by units of one owner, with its step."""
+        if self.scheme.together:
+            last = self._last(rank)
+            yield from ((q, kv, last) for q, kv in self._pairs(rank))
+        else:
+            yield from ((q, kv, self._step(rank, q, kv)) for q, kv in self._pairs(rank))
+
+    def _pairs(self, rank: int) -> Iterator[tuple[Key, Key]]:
+        if not self._by_q:
+            yield from self._pairs_at[rank]
+            return
+        for q, kv_piece in self._rows_at[rank]:
+            for owner in range(self.empty.world_size):
+                yield q, (owner, q[1], kv_piece)
+
+    @cached_property
+    def _rows_at(self) -> dict[int, list[tuple[Key, int]]]:
+        """Units of q and pieces of kv, by the rank at which they meet; where tiles are placed by their q."""
+        found: dict[int, list[tuple[Key, int]]] = defaultdict(list)
+        for (q, kv_piece), rank in self._row_rank.items():
+            found[rank].append((q, kv_piece))
+        return found
+
+    @cached_property
+    def _row_rank(self) -> dict[tuple[Key, int], int]:
+        pieces = range(self.scheme.kv_pieces)
+        return {(q, piece): self._place(self._pair(q, (0, q[1], piece))) for q in self._q.blocks for piece in pieces}
+
+    @cached_property
+    def _pairs_at(self) -> dict[int, list[tuple[Key, Key]]]:
+        found: dict[int, list[tuple[Key, Key]]] = defaultdict(list)
+        world, place, others = self.empty.world_size, self._place, self._kv.by_heads
+        for q in self._q.blocks:
+            q_owner, heads, q_piece = q
+            for kv in others[heads]:
+                found[place(Pair(q_owner, kv[0], heads, q_piece, kv[2], world))].append((q, kv))
+        return found
+
+    def _pair(self, q: Key, kv: Key) -> Pair:
+        return Pair(q[0], kv[0], q[1], q[2], kv[2], self.empty.world_size)
+
+    def _step(self, rank: int, q: Key, kv: Key) -> int:
+        """Return the step in which a rank computes, where not everything waits for the last."""
+        step = max(self._q.due(q).get(rank, 0), self._kv.due(kv).get(rank, 0))
+        return step if self.scheme.when is None else self.scheme.when(self._pair(q, kv), step)
+
+    def _row_step(self, q: Key, kv_piece: int) -> int:
+        assert self.scheme.when is not None
+        return self.scheme.when(self._pair(q, (0, q[1], kv_piece)), 0)
+
+    def _last(self, rank: int) -> int:
+        """Return the step of a rank's last tile."""
+        if rank not in self._last_known:
+            self._last_known[rank] = max((self._step(rank, q, kv) for q, kv in self._pairs(rank)), default=0)
+        return self._last_known[rank]
+
+    # ---------- what tiles read and make
+
+    def _used(self, rank: int) -> dict[Kind, set[Unit]]:
+        """Return the units of q, and of kv, that tiles of a rank read, of which the mask shows something."""
+        if rank not in self._used_known:
+            self._used_known[rank] = self._used_at(rank)
+        return self._used_known[rank]
+
+    def _used_at(self, rank: int) -> dict[Kind, set[Unit]]:
+        here: dict[Key, set[int]] = defaultdict(set)  # kv units that a q unit meets
+        if self._by_q:
+            for q, kv_piece in self._rows_at[rank]:
+                here[q] |= self._kv.of_piece[kv_piece]
+        else:
+            for q, kv in self._pairs_at[rank]:
+                here[q].update(self._kv.units[kv])
+        q_used, shown = set[Unit](), dict[int, set[int]]()
+        for q, units in here.items():
+            for unit in self._q.units[q]:
+                seen = self._sees.seen_by(unit) & units
+                if seen:
+                    q_used.add((unit, q[1]))
+                    shown.setdefault(q[1], set()).update(seen)
+        return {"q": q_used, "kv": {(unit, heads) for heads, units in shown.items() for unit in units}}
+
+    def _makers(self, side: _Side, key: Key) -> dict[int, int]:
+        """Return the ranks that make partials for units elsewhere, with the step of the last tile of each."""
+        found: dict[int, int] = {}
+        for rank, step in self._tiles_of(side, key):
+            if rank != key[0] and found.get(rank, -1) < step:
+                found[rank] = step
+        return found
+
+    def _tiles_of(self, side: _Side, key: Key) -> Iterator[tuple[int, int]]:
+        """Yield rank and step of each tile of a unit's."""
+        by_rows, together = goes_by_q(self.scheme), self.scheme.together
+        if side.kind == "q" and by_rows and not together:
+            for piece in range(self.scheme.kv_pieces):
+                yield self._row_rank[key, piece], self._row_step(key, piece)
+            return
+        for other in self._other(side).by_heads[key[1]]:
+            q, kv = (key, other) if side.kind == "q" else (other, key)
+            rank = self._row_rank[q, kv[2]] if self._by_q else self._place(self._pair(q, kv))
+            if rank != key[0]:
+                yield rank, self._last(rank) if together else self._step(rank, q, kv)
+
+    def _other(self, side: _Side) -> _Side:
+        return self._kv if side.kind == "q" else self._q
+
+    def _own_last(self, side: _Side, rank: int) -> dict[Key, int]:
+        """Return the step of a rank's last tile of each unit that it does not own."""
+        found: dict[Key, int] = {}
+        if goes_by_q(self.scheme) and not self.scheme.together:
+            for q, kv_piece in self._rows_at[rank]:
+                step = self._row_step(q, kv_piece)
+                keys = [q] if side.kind == "q" else self._kv.by_heads_and_piece[q[1], kv_piece]
+                for key in keys:
+                    found[key] = max(step, found.get(key, -1))
+        else:
+            for q, kv, step in self._work(rank):
+                key = q if side.kind == "q" else kv
+                found[key] = max(step, found.get(key, -1))
+        return {key: step for key, step in found.items() if key[0] != rank}
+
+    # ---------- moves
+
+    def _requests(self, side: _Side, rank: int) -> Iterator[Move]:
+        """Yield the requests that a rank sends and receives."""
+        for key in side.blocks:
+            if key[0] != rank and rank not in side.due(key):
+                continue
+            hops = side.hops(key)
+            if not any(hop.src == rank for hop in hops):  # nobody waits for what it does with them
+                hops = tuple(hop for hop in hops if hop.dst == rank)
+            for block, (step, src, dst, _, _) in self._needed(side, key, hops):
+                if rank in (src, dst):
+                    yield Move(step, block, src, dst, REQUESTS)
+
+    def _needed(self, side: _Side, key: Key, hops: Iterable[Hop]) -> Iterator[tuple[Block, Hop]]:
+        """Yield the hops of each block that are needed: whose end uses it or passes it on."""
+        last_first = sorted(hops, key=_step_of, reverse=True)
+        used = [self._used(hop.dst)[side.kind] for hop in last_first]
+        for block, unit in zip(side.blocks[key], side.units[key], strict=True):
+            needed, wanted = set[int](), (unit, key[1])
+            for hop, used_there in zip(last_first, used, strict=True):
+                if wanted in used_there or hop[2] in needed:
+                    needed.add(hop[1])
+                    yield block, hop
+
+    def _partials(self, side: _Side, rank: int, wide: set[Block]) -> Iterator[Move]:
+        """Yield the partials that a rank sends and receives; fill `wide` with those that relays add."""
+        straight = side.back is return_direct
+        own = self._own_last(side, rank) if straight else {}
+        for key in side.blocks:
+            made: dict[int, int] = {}
+            if not straight or key[0] == rank:
+                made = self._makers(side, key)
+            elif key in own:
+                made = {rank: own[key]}
+            hops = side.hops_back(key, made) if made else ()
+            if not any(rank in (hop.src, hop.dst) for hop in hops):
+                continue
+            for block, (step, src, dst, _, add) in self._fed(side, key, hops):
+                partial = block.partial(src)
+                if add:
+                    wide.update((partial, partial._replace(made_at=dst)))
+                if rank in (src, dst):
+                    yield Move(step, partial, src, dst, PARTIALS, add)
+
+    def _fed(self, side: _Side, key: Key, hops: Iterable[Hop]) -> Iterator[tuple[Block, Hop]]:
+        """Yield the hops of partials for each block that carry any: whose source made or received some."""
+        first_first = sorted(hops, key=_step_of)
+        for block, unit in zip(side.blocks[key], side.units[key], strict=True):
+            received, made = set[int](), (unit, key[1])
+            for hop in first_first:
+                if hop.src in received or made in self._used(hop.src)[side.kind]:
+                    if hop.add:
+                        received.add(hop.dst)
+                    yield block, hop
+
+    def requested_tokens(self) -> int:
+        """Return the tokens times hops of all requests."""
+        total = 0
+        for side in (self._q, self._kv):
+            for key, blocks in side.blocks.items():
+                needed = self._needed(side, key, side.hops(key)) if side.gather is not stay else ()
+                hops = Counter(block for block, _ in needed)
+                total += sum(hops[block] * self.empty.rows(block) for block in blocks)
+        return total
+
+    def moves_by_pair(self) -> Counter[tuple[int, int, Kind]]:
+        """Return the number of moves of all ranks, as `ScheduleData.moves_by_pair`."""
+        found = Counter[tuple[int, int, Kind]]()
+        for side in (self._q, self._kv):
+            partial = PARTIAL_OF[side.kind]
+            for key in side.blocks:
+                found.update((hop.src, hop.dst, side.kind) for _, hop in self._needed(side, key, side.hops(key)))
+                if side.back is not return_direct:
+                    hops = side.hops_back(key, made) if (made := self._makers(side, key)) else ()
+                    found.update((hop.src, hop.dst, partial) for _, hop in self._fed(side, key, hops))
+            for rank in range(self.empty.world_size) if side.back is return_direct else ():
+                owners = (side.owners[unit] for unit, _ in self._used(rank)[side.kind])
+                found.update((rank, owner, partial) for owner in owners if owner != rank)
+        return found
+
+
+class _Side:
+    """All units of q, or of kv, and their routes."""
+
+    def __init__(self, empty: Schedule, kind: Kind, gather: Gather, back: Return) -> None:
+        self.kind, self.gather, self.back = kind, gather, back
+        self._world, self._pieces = empty.world_size, empty.pieces_of(kind)
+        self.blocks: dict[Key, tuple[Block, ...]] = {}
+        self.units: dict[Key, tuple[int, ...]] = {}  # their numbers, as of `ScheduleData.unit_index`
+        self.owners = [owner for owner in empty.layout_of(kind).owners for _ in range(self._pieces)]  # of units
+        self.by_heads: dict[int, list[Key]] = defaultdict(list)
+        self.by_heads_and_piece: dict[tuple[int, int], list[Key]] = defaultdict(list)
+        for owner in range(empty.world_size):
+            chunks = empty.layout_of(kind).owned_by(owner)
+            for heads in range(empty.head_groups):
+                for piece in range(self._pieces):
+                    key = owner, heads, piece
+                    self.blocks[key] = tuple(Block(kind, chunk, heads, piece) for chunk in chunks)
+                    self.units[key] = tuple(chunk * self._pieces + piece for chunk in chunks)
+                    self.by_heads[heads].append(key)
+                    self.by_heads_and_piece[heads, piece].append(key)
+        self._hops: dict[Key, tuple[Hop, ...]] = {}
+        self._due: dict[Key, dict[int, int]] = {}
+
+    @cached_property
+    def of_piece(self) -> dict[int, set[int]]:
+        """Numbers of the units of each piece."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for (_, _, piece), units in self.units.items():
+            found[piece].update(units)
+        return found
+
+    @cached_property
+    def blocks_by_heads(self) -> dict[tuple[int, int], list[tuple[Block, ...]]]:
+        """Units of one owner, by head group and piece."""
+        return {each: [self.blocks[key] for key in keys] for each, keys in self.by_heads_and_piece.items()}
+
+    def _origin(self, key: Key) -> Origin:
+        owner, heads, piece = key
+        return Origin(owner, self._world, self.blocks[key][0].chunk, heads, piece, self._pieces)
+
+    def hops(self, key: Key) -> tuple[Hop, ...]:
+        """Return the hops by which a unit reaches all ranks that it ever reaches."""
+        if key not in self._hops:
+            self._hops[key] = self.gather(self._origin(key))
+        return self._hops[key]
+
+    def due(self, key: Key) -> dict[int, int]:
+        """Return in which step a unit is due at each rank that it reaches."""
+        if key not in self._due:
+            self._due[key] = {dst: due or step + 1 for step, _, dst, due, _ in self.hops(key)} | {key[0]: 0}
+        return self._due[key]
+
+    def hops_back(self, key: Key, made: Makers) -> tuple[Hop, ...]:
+        """Return the hops by which partials for a unit come home."""
+        return self.back(self._origin(key), made)
