@@ -99,6 +99,8 @@ def _schemes(
     check_fit(name, scheme, None, q_layout, kv_layout)
     small = _is_small(scheme, q_layout, kv_layout)
     schemes = [named.make(world_size, way, pieces, small) for way in ways]
+    if order is not None and len(order) != world_size:
+        raise ConfigurationError(f"order {list(order)} names {len(order)} ranks; the layout has {world_size}")
     return schemes if order is None else [arranged(scheme, order) for scheme in schemes]
 
 
@@ -159,7 +161,8 @@ def schedule_in_parts(
     name: str, workload: Workload, q_layout: Layout, kv_layout: Layout, mask: Mask,
     order: Sequence[int] | None = None,
 ) -> Schedule:  # fmt: skip
-    """Return what `named_schedule` makes, where it can with no rank's part made yet: see `own_part`."""
+    """Return the schedule of `named_schedule`; where possible its tiles and moves are made when asked for (`own_part`).
+    """
     from tokenring.schedule.own_part import halves_in_pieces
 
     pieces = default_pieces(name, workload, q_layout, kv_layout)

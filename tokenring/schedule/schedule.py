@@ -67,21 +67,30 @@ class Schedule(ir.ScheduleData):
                 whole = parts.whole()
             vars(self).update({each: getattr(whole, each) for each in MADE_LATER})
             vars(self).pop("_parts", None)
+            vars(self).pop("_asked_for", None)
             return vars(self)[name]
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is pickled: all tiles and moves."""
         whole = {each: getattr(self, each) for each in MADE_LATER}  # which may have to be made
-        return super().__getstate__() | whole
+        state = super().__getstate__() | whole
+        for each in ("_parts", "_asked_for"):  # another thread may be about to take them away
+            state.pop(each, None)
+        return state
 
     def _count_by_pair(self) -> Mapping[tuple[int, int, Kind], int]:
         parts: PartByPart | None = vars(self).get("_parts")
         return super()._count_by_pair() if parts is None else parts.moves_by_pair()
 
     def of_rank(self, rank: int) -> ir.ScheduleData:
-        """Return the part of a rank, where the whole is not made; else this schedule."""
+        """Return the part of a rank, where the whole is not made; else this schedule.
+
+        Who asks for another rank asks for many, or for all: then the whole costs less.
+        """
         parts: PartByPart | None = vars(self).get("_parts")
-        return self if parts is None else parts.part(rank)
+        if parts is not None and vars(self).setdefault("_asked_for", rank) == rank:
+            return parts.part(rank)
+        return self
 
     def verify(self) -> Schedule:
         """Prove both passes; returns the schedule itself. Raises ScheduleError with step, rank and block."""
