@@ -35,11 +35,9 @@ from tokenring.backends.transports.hccl_environment import (
     CROWDED,
     MEGABYTE,
     P2P_MEGABYTES,
-    advised_communicators,
     check_environment,
     connection_bytes,
     most_communicators,
-    product_here,
     watchdog_seconds,
 )
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
@@ -83,7 +81,7 @@ class HcclTransport(Accelerated):
         self.control = Control(self.name, group, timeout_seconds) if beside is None else beside.control
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int) if beside is None else beside.sent_bytes
-        self.target = _advised(self.target_in(os.environ), product_here())
+        self.target = self.target_in(os.environ)
         self._apart = Apart.where_needed(self.control, group) if beside is None else None
         self._groups = {lane: self._make(lane, tuple(range(self.world_size))) for lane in self._lanes()}
         self._modes: dict[str, HcclTransport] = {}
@@ -96,8 +94,10 @@ class HcclTransport(Accelerated):
     def target_in(cls, environment: Mapping[str, str]) -> Target:
         """Return its target: buffers as large as this environment asks for, communicators as many as it allows."""
         most = most_communicators(environment)
-        found = replace(cls.target, connection_bytes=connection_bytes(environment), most_connections=most)
-        return _advised(found) if most is None else replace(found, why_few_connections=CROWDED)
+        return replace(
+            cls.target, connection_bytes=connection_bytes(environment), most_connections=most,
+            why_few_connections="" if most is None else CROWDED,
+        )  # fmt: skip
 
     def in_mode(self, name: str) -> HcclTransport:
         """Return the transport of another mode between the same ranks, such as `hccl/pair`; closed with this one.
@@ -264,14 +264,6 @@ class _Handle:
         except RuntimeError as error:
             raise self._transport._failed(error, self._peer, self._what, LATE) from error
         board.note_waiting(None)
-
-
-def _advised(target: Target, product: str | None = None) -> Target:
-    """Return a target without a limit of communicators with the advice for this product; None: whichever it is."""
-    if target.most_connections is not None:
-        return target
-    advised, why = advised_communicators(product)
-    return replace(target, advised_connections=advised, why_few_connections=why)
 
 
 def warm_up_order(pairs: Iterable[tuple[int, int, str]], world_size: int) -> list[tuple[int, int, str]]:

@@ -26,15 +26,6 @@ CROWDED = (
     f"all AI CPU cores, and what they wait for cannot begin"
 )
 
-# Four lanes to each of 15 others: 2.4 GB of buffers, and tens of seconds until all are made, one after another.
-ADVISED_COMMUNICATORS = 60
-MANY = f"more than {ADVISED_COMMUNICATORS} communicators on a rank take gigabytes, and a minute and more to make"
-# Beyond its AI CPU's blocks hcomm launches for all communicators in one thread (order_launch_thread_mgr.cc).
-RETRYING_MANY = (
-    f"HCCL advises at most {RETRYING_COMMUNICATORS} communicators on a rank of an A3, whose AI CPU may launch the "
-    f"messages of more one after another"
-)
-
 
 def watchdog_seconds(environment: Mapping[str, str]) -> float:
     """Return the seconds after a message's post on the host at which torch_npu may give it up.
@@ -70,14 +61,7 @@ def megabytes(environment: Mapping[str, str], variable: str, unset: int) -> int:
 
 def most_communicators(environment: Mapping[str, str]) -> int | None:
     """Return how many communicators HCCL takes; None: as many as there is memory for."""
-    return RETRYING_COMMUNICATORS if retries(environment) and _may_retry(product_here()) else None
-
-
-def advised_communicators(product: str | None = None) -> tuple[int, str]:
-    """Return how many communicators a rank should have where nothing limits them, and why."""
-    if product is not None and product.startswith(RETRYING_PRODUCT):
-        return RETRYING_COMMUNICATORS, RETRYING_MANY
-    return ADVISED_COMMUNICATORS, MANY
+    return RETRYING_COMMUNICATORS if retries(environment) and _may_retry(_product()) else None
 
 
 def retries(environment: Mapping[str, str]) -> bool:
@@ -94,7 +78,7 @@ def _may_retry(product: str | None) -> bool:
     return product is None or product.startswith(RETRYING_PRODUCT)
 
 
-def product_here() -> str | None:
+def _product() -> str | None:
     """Return the name of this machine's NPU; None where there is none."""
     with suppress(Exception):  # a driver may fail in any way
         return str(torch.get_device_module("npu").get_device_name())

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from io import StringIO
 from typing import Any
 
 import pytest
-import torch
 from nets import BOTH, clusters, named, setting, workload
 
 import tokenring as tr
@@ -16,16 +14,13 @@ from tokenring import ConfigurationError
 from tokenring.backends.transports.hccl import CONNECTION_BYTES
 from tokenring.cli.main import main
 from tokenring.ir.schedule_data import PASSES
-from tokenring.lowering.backend_names import bounded, transport_target
+from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.footprint import connections
 from tokenring.lowering.target import links
-from tokenring.planner.choosing import connections as choosing_connections
-from tokenring.planner.choosing.auto import CallToPlan, plan_call
-from tokenring.planner.choosing.memory_fallback import MOST_FOR_FEW, seconds
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.choosing.scale_out import Task, figures
 from tokenring.planner.choosing.symmetry import folded, symmetry_of
-from tokenring.planner.interconnects.interconnect import Interconnect, full_mesh, switch
+from tokenring.planner.interconnects.interconnect import full_mesh
 from tokenring.planner.simulation.predict import Setting, predict
 from tokenring.schedule.families.registry import parse
 from tokenring.schedule.names import make_schedule
@@ -132,56 +127,6 @@ def test_folded_worlds_count_the_same(name: str, transport: str) -> None:
     found = figures(name, Task(over(setting(net, size, BOTH, tflops=1.0), transport)), 2, float("inf"))
     assert found is not None and round(found.connections) == whole
     assert round(found.connection_bytes) == whole * CONNECTION_BYTES < found.peak_bytes
-
-
-# ---------- advice
-
-
-def chosen(net: Interconnect, advised: int | None, *families: str) -> Plan:
-    """By auto over HCCL and its modes; advised: None for what the transport itself advises, 0 for nothing."""
-    size = workload(net.world_size, (8, 8), 64)
-    asked = over(setting(net, size, BOTH), "hccl")
-    if advised is not None:
-        asked = replace(asked, target=replace(asked.target, advised_connections=advised or None))
-    layout = contiguous(net.world_size, size.q_length)
-    return plan_call(CallToPlan(asked, layout, layout, tr.Full(), families, modes=bounded("hccl")))
-
-
-def test_beyond_sixteen_ranks_auto_keeps_to_few_communicators() -> None:
-    free, kept = (chosen(switch(20, 1.0), advised, "direct-q") for advised in (0, None))
-    assert (free.name, free.transport, free.candidates[0].connections) == ("direct-q", None, 4 * 19)
-    assert kept.transport is not None and (kept.candidates[0].connections or 0) <= 60
-    assert "within 60 communicators (more than 60 communicators on a rank take gigabytes" in kept.reason
-    assert seconds(kept) <= seconds(free) * MOST_FOR_FEW
-
-
-def test_up_to_sixteen_ranks_nothing_changes() -> None:
-    assert str(chosen(switch(16, 1.0), None, "direct-q")) == str(chosen(switch(16, 1.0), 0, "direct-q"))
-
-
-@pytest.mark.parametrize(
-    ("net", "advised", "families"),
-    [
-        (full_mesh(8, 1.0), 2, ("direct-q", "ring")),  # in batches, of one message after another, much longer
-        (switch(4, 1.0), 1, ("direct-q",)),  # no mode has so few
-    ],
-)
-def test_advice_that_costs_too_much_changes_nothing(net: Interconnect, advised: int, families: tuple[str, ...]) -> None:
-    free, kept = (chosen(net, each, *families) for each in (0, advised))
-    assert str(free) == str(kept) and (kept.candidates[0].connections or 0) > advised
-
-
-def test_a_schedule_by_name_keeps_to_few_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the first mode in which it does; the others stay as they are."""
-    monkeypatch.setattr(choosing_connections, "modes_of", lambda *given: bounded("hccl"))
-    monkeypatch.setattr(choosing_connections, "automatic", lambda *given: "hccl")
-    found = []
-    for ranks, name in ((20, "direct-q"), (20, "ring"), (16, "direct-q")):
-        plan = Plan(named(name, ranks, 64 * ranks), workload(ranks, (8, 8), 64), "asked for")
-        group: Any = "a group"
-        made = choosing_connections.within_connections(plan, "auto", group, torch.device("cpu"))
-        found.append((made.transport, made.reason.partition(":")[0]))
-    assert found == [("hccl/channel", "asked for; over transport 'hccl/channel'"), *[(None, "asked for")] * 2]
 
 
 # ---------- queues

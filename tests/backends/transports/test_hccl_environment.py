@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ from tokenring.backends.transports.hccl_batches import HcclBatchTransport
 from tokenring.backends.transports.hccl_environment import check_environment, most_communicators, retries
 from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.footprint import most_connected
-from tokenring.planner.choosing import memory_fallback
 
 RETRY = "HCCL_OP_RETRY_ENABLE"
 A3, A2 = "Ascend910_9392", "Ascend910B3"
@@ -110,7 +108,7 @@ def test_when_retries_are_on(variables: dict[str, str], on: bool) -> None:
 
 @pytest.mark.parametrize(("product", "most"), [(A3, 5), (A2, None), ("Ascend910A", None), (None, 5)])
 def test_products_that_retry(monkeypatch: pytest.MonkeyPatch, product: str | None, most: int | None) -> None:
-    monkeypatch.setattr(hccl_environment, "product_here", lambda: product)
+    monkeypatch.setattr(hccl_environment, "_product", lambda: product)
     assert most_communicators({RETRY: ON}) == most
     assert most_communicators({RETRY: "L1:0,L2:0"}) is None
 
@@ -119,7 +117,7 @@ def test_nobody_asks_for_the_product_without_retries(monkeypatch: pytest.MonkeyP
     def never() -> None:
         raise AssertionError
 
-    monkeypatch.setattr(hccl_environment, "product_here", never)
+    monkeypatch.setattr(hccl_environment, "_product", never)
     assert most_communicators({}) is None
     assert transport_target("hccl").most_connections is None
 
@@ -148,30 +146,6 @@ def test_auto_takes_what_keeps_to_the_limit(npus: NpuPools) -> None:
 def test_without_retries_nothing_is_limited(npus: NpuPools) -> None:
     for _, name, transport, _, made in npus(8)(ran, "auto:direct-q,direct-kv,ring", A2):
         assert name.startswith("direct") and transport is None and made > 5
-
-
-OFF = "L1:0,L2:0"
-
-
-def ran_advised(here: Here) -> tuple[Any, str, str | None, str, int]:
-    """Over the transport of an A3 whose advice is taken whatever it costs, in messages as small as these."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(memory_fallback, "MOST_FOR_FEW", math.inf)
-        return ran(here, "auto:direct-q,direct-kv", A3, OFF)
-
-
-def test_on_a3_auto_takes_few_without_retries_too(npus: NpuPools) -> None:
-    """Where the launches of many go one after another."""
-    found = npus(8)(ran_advised)
-    check_exact(CASE.whole([each[0] for each in found]), CASE.reference())
-    for _, name, transport, reason, made in found:
-        assert name.startswith("direct") and transport == "hccl/batch" and made == 2
-        assert "HCCL advises at most 5 communicators on a rank of an A3" in reason
-
-
-def test_advice_refuses_nothing(npus: NpuPools) -> None:
-    for _, name, transport, _, made in npus(8)(ran, "direct-q", A3, OFF):
-        assert (name, transport) == ("direct-q", None) and made > 5
 
 
 def test_a_schedule_by_name_takes_a_mode_that_keeps_to_the_limit(npus: NpuPools) -> None:

@@ -21,8 +21,8 @@ P = TypeVar("P", "Plan", "GivenSchedule")
 def within_connections(plan: P, asked: object, group: Held | None, device: torch.device) -> P:
     """Return a plan that was not chosen here, over the first mode of transport "auto" in which it keeps to a limit.
 
-    The plan itself where there is no limit and no advice, where it keeps to it anyway, and where it does so in no mode:
-    beyond a limit the transport then refuses it. asked: for which transport.
+    The plan itself where there is no limit, where it keeps to it anyway, and where it does so in no mode: then the
+    transport refuses it. asked: for which transport.
     """
     modes = modes_of(asked, group, device)
     if not modes or group is None:
@@ -30,7 +30,7 @@ def within_connections(plan: P, asked: object, group: Held | None, device: torch
     from tokenring.lowering.footprint import most_connected
 
     target = transport_target(automatic(group, device))
-    most = target.advised_connections if target.most_connections is None else target.most_connections
+    most = target.most_connections
     if most is None or most_connected(plan.schedule, target) <= most:
         return plan
     mode = next((name for name, each in modes.items() if most_connected(plan.schedule, each) <= most), None)

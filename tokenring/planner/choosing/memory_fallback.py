@@ -2,14 +2,12 @@
 
 A mode costs time (messages share queues) and gives memory. Where a limit of memory excludes what would be faster, or
 everything, the call is planned for over each mode as well, and the fastest plan of all is taken, whichever mode it
-needs; so it is wherever the connections themselves are limited. Where the transport advises fewer than the plan has,
-the fastest plan that keeps to the advice is taken, unless it takes much longer.
+needs; so it is wherever the connections themselves are limited.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -22,7 +20,6 @@ from tokenring.planner.choosing.select import SAME
 from tokenring.planner.simulation.predict import Setting
 
 P = TypeVar("P", Plan, Forecast)
-MOST_FOR_FEW = 1.25  # how many times longer a call may take to keep to advised connections
 
 
 def over(setting: Setting, target: Target) -> Setting:
@@ -39,21 +36,6 @@ def within_limit(
     whatever else `plan_over` raises, which has nothing to do with the limit; a ConfigurationError where the connections
     are limited.
     """
-    found = _within_limit(plan_over, setting, limit_bytes, modes)
-    target, most = setting.target, setting.target.advised_connections
-    if most is None or (found.candidates[0].connections or 0) <= most:
-        return found
-    with suppress(ConfigurationError):  # nothing keeps to the advice
-        kept = {mode: _keeping_to_advice(each, target) for mode, each in modes.items()}
-        few = _within_limit(plan_over, over(setting, _keeping_to_advice(target, target)), limit_bytes, kept)
-        if seconds(few) <= seconds(found) * MOST_FOR_FEW:
-            return few
-    return found
-
-
-def _within_limit(
-    plan_over: Callable[[Setting], P], setting: Setting, limit_bytes: int | None, modes: Mapping[str, Target]
-) -> P:
     few = setting.target.most_connections is not None
     if (limit_bytes is None and not few) or not modes:
         return plan_over(setting)
@@ -83,12 +65,6 @@ def _within_limit(
     reason = f"{best.reason}; {_why(mode, best, found[0], limit)}"
     reason += f" ({setting.target.why_few_connections})" if few else ""
     return replace(best, transport=mode, reason=reason)
-
-
-def _keeping_to_advice(target: Target, advises: Target) -> Target:
-    """Return the target with another one's advice as a limit."""
-    advised, why = advises.advised_connections, advises.why_few_connections
-    return replace(target, most_connections=advised, why_few_connections=why)
 
 
 def _needed(error: ConfigurationError) -> float:
