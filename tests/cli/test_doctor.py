@@ -147,7 +147,8 @@ def test_npus(tmp_path: Path, warm_torch: str) -> None:
     assert "softmax_layout" in operators["npu_fusion_attention"] and operators["npu_ring_attention_update"]
     assert [each for each in found["problems"] if each["hurts"]] == []
     advice = [each["advice"] for each in found["problems"] if each["about"] == "environment"]
-    assert advice == ["export HCCL_CONNECT_TIMEOUT=600 or more", "export CUDA_DEVICE_MAX_CONNECTIONS=1"]
+    queues = "export CUDA_DEVICE_MAX_CONNECTIONS=1, with --use-torch-fsdp2 2"
+    assert advice == ["export HCCL_CONNECT_TIMEOUT=600 or more", queues]
 
 
 def test_what_is_left_of_a_device_without_operators(tmp_path: Path, warm_torch: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from random import Random
 from typing import Any
@@ -14,9 +15,10 @@ from tokenring.ir.schedule_data import PASSES, Tile
 from tokenring.lowering.footprint import link_bytes
 from tokenring.lowering.lower import lower
 from tokenring.lowering.target import APART, Target, links
-from tokenring.schedule.families.registry import FAMILIES
+from tokenring.schedule.families.registry import FAMILIES, parse
 from tokenring.schedule.names import named_schedule, schedule_in_parts
 from tokenring.schedule.own_part import OwnParts
+from tokenring.schedule.routes import Origin
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import Layout, make_layout
 from tokenring.sequence.mask import Causal, Full, Mask
@@ -26,6 +28,7 @@ from tokenring.sequence.workload import Workload
 OPTIONS = ["", "/late", "/pieces2", "/pieces4", "/keep"]
 HEADS = {"packed": (12, 4), "uneven": (24, 24)}  # by which some of a family fit; the others take 8 and 8
 CAUSAL: Mask = Causal()
+CASES = 40 if os.environ.get("TOKENRING_FULL_GRID") else 2  # of a family
 
 
 def in_parts(schedule: Schedule) -> bool:
@@ -61,12 +64,12 @@ def cases(family: str, count: int) -> list[tuple[str, Workload, Layout, Mask, li
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_programs_of_every_family(family: str) -> None:
-    some = cases(family, 3)
+    some = cases(family, CASES)
     assert some
     for name, size, layout, mask, order in some:
         whole = named_schedule(name, size, layout, layout, mask, order=order)
-        part = schedule_in_parts(name, size, layout, layout, mask, order)
         for rank in {0, 1, layout.world_size - 1}:
+            part = schedule_in_parts(name, size, layout, layout, mask, order)
             for direction, target in zip(PASSES, APART, strict=True):
                 mine = lower(part, rank, direction, size, target)
                 assert mine == lower(whole, rank, direction, size, target), (name, layout.name, mask, order, rank)
@@ -170,8 +173,57 @@ MAKE, NEEDED = OwnParts._make, OwnParts._needed
 def test_other_programs_are_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, method, instead = MUTANTS[mutant]
     monkeypatch.setattr(OwnParts, method, instead)
-    part, whole, size = one(name)
+    _, whole, size = one(name)
     ranks = range(whole.world_size)
-    assert [lower(part, rank, "forward", size) for rank in ranks] != [
+    assert [lower(one(name)[0], rank, "forward", size) for rank in ranks] != [
         lower(whole, rank, "forward", size) for rank in ranks
     ]
+
+
+def test_who_asks_for_several_ranks_gets_the_whole() -> None:
+    """The parts of all ranks would cost several times as much."""
+    part, whole, size = one()
+    assert [part.of_rank(2) is part, part.of_rank(2) is part, part.of_rank(3) is part] == [False, False, True]
+    assert part.of_rank(2) is not part and in_parts(part)
+    assert part.peak_bytes(size) == whole.peak_bytes(size) and not in_parts(part)
+
+
+def test_pickled_while_another_thread_makes_the_whole() -> None:
+    """Between giving it all tiles and moves and taking its parts away."""
+    part, whole, _ = one()
+    parts = vars(part)["_parts"]
+    assert part.tiles
+    vars(part)["_parts"] = parts
+    assert pickle.loads(pickle.dumps(part)) == whole
+
+
+@pytest.mark.parametrize("order", [[1, 0], [0, 1, 2, 3, 4]])
+@pytest.mark.parametrize("make", [schedule_in_parts, named_schedule])
+def test_an_order_of_other_ranks_is_refused_at_once(order: list[int], make: Any) -> None:
+    layout = make_layout("zigzag", 4, 256)
+    with pytest.raises(ConfigurationError, match="ranks; the layout has 4"):
+        make("ulysses", workload(layout), layout, layout, CAUSAL, order=order)
+
+
+@pytest.mark.parametrize("kv_layout", ["contiguous", "zigzag/3"])
+def test_keys_that_lie_otherwise_than_queries(kv_layout: str) -> None:
+    q_layout, kv = make_layout("zigzag", 4, 240), make_layout(kv_layout, 4, 240)
+    for name in ("ring", "direct-kv", "usp/2", "tokenring/late", "reduced/2"):
+        part = schedule_in_parts(name, workload(q_layout), q_layout, kv, CAUSAL)
+        whole = named_schedule(name, workload(q_layout), q_layout, kv, CAUSAL)
+        assert lower(part, 1, "backward", workload(q_layout)) == lower(whole, 1, "backward", workload(q_layout)), name
+        assert in_parts(part)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routes_of_our_families_go_by_owner(family: str) -> None:
+    """Not by chunk: whatever chunks an owner has, they go together."""
+    name, _, layout, *_ = cases(family, 1)[0]
+    ranks = layout.world_size
+    scheme = parse(name).make(ranks)
+    one, other = Origin(1, ranks, chunk=1), Origin(1, ranks, chunk=2 * ranks - 2)
+    for gather in (scheme.gather_q, scheme.gather_kv):
+        assert gather(one) == gather(other)
+    makers = {rank: rank // 2 for rank in range(ranks) if rank != 1}
+    for back in (scheme.return_q, scheme.return_kv):
+        assert back(one, makers) == back(other, makers)

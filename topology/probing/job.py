@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tokenring.launch.groups import Group, Held, HeldGroup
 
-SHARE_OF_TIME = 0.5  # of the time limit: what asking the tools may take, for the others wait meanwhile
+SHARE_OF_TIME, MOST_TOOL_SECONDS = 0.5, 30.0  # what asking the tools may take of the limit: the others wait meanwhile
 Look = Callable[[], list[Facts]]
 
 
@@ -57,7 +57,7 @@ def probe(
     seat = this_seat(device)
 
     def look() -> list[Facts]:
-        return _ask_tools(SHARE_OF_TIME * timeout_seconds)
+        return _ask_tools(min(SHARE_OF_TIME * timeout_seconds, MOST_TOOL_SECONDS))
 
     def look_or_remember() -> list[Facts]:
         return cached(cache_folder(os.environ) if cache else None, seat.host, fingerprint(seat.host), look)

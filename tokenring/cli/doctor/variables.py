@@ -21,13 +21,14 @@ NAMES = (
     "STREAMS_PER_DEVICE",
 )  # fmt: skip
 CONNECT, QUEUES = "HCCL_CONNECT_TIMEOUT", "CUDA_DEVICE_MAX_CONNECTIONS"
-OF_CANN = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # what its set_env.sh sets
 MEGATRON_WANTS = (
-    "Megatron, and with it MindSpeed, refuses context and tensor parallelism unless it is 1; NPUs themselves ignore it"
+    "Megatron, and with it MindSpeed, refuses context and tensor parallelism unless it is 1, or with FSDP2 if it is; "
+    "NPUs themselves ignore it"
 )
 CONNECT_SECONDS = (120, 7200)
 PAIRS_CONNECT_SECONDS = 600  # that torch_npu recommends where pairs of ranks have communicators (P2P_HCCL_BUFFSIZE.md)
 EXEC_SECONDS, EVENT_SECONDS = 1836, 1868  # HCCL's and torch_npu's own
+ENOUGH = f"{EXEC_SECONDS}, or 3600 as MindSpeed's scripts do with HCCL_EVENT_TIMEOUT above it"
 BUFFER_MB = 200
 MUCH_BUFFER_MB = 1024
 FEW_STREAMS, STREAMS = 8, 32  # of torch_npu's pool: in older builds, and in newer ones
@@ -98,18 +99,13 @@ def _execution(value: str, environment: Mapping[str, str]) -> str | None:
     if event is not None and event != 0 and event <= seconds:
         return f"HCCL_EVENT_TIMEOUT ({event}) must be longer: raise it above {seconds}"
     if seconds == 0:
-        return f"HCCL waits for ever, also for a rank that died: set a limit, as {EXEC_SECONDS} or 3600"
+        return f"HCCL waits for ever, also for a rank that died: set a limit, {ENOUGH}"
     if seconds < PAIRS_CONNECT_SECONDS:
         return (
             f"a rank that comes {seconds} s late to a message ends the job, as one does that compiles operators or "
-            f"writes a checkpoint: set {EXEC_SECONDS}, or 3600 as MindSpeed's scripts do"
+            f"writes a checkpoint: set {ENOUGH}"
         )
     return None
-
-
-def _queues(value: str, environment: Mapping[str, str]) -> str | None:
-    is_ascend = any(environment.get(name) for name in OF_CANN)
-    return f"{MEGATRON_WANTS}: set 1" if is_ascend and value != "1" else None
 
 
 def unset(environment: Mapping[str, str], has_megatron: bool) -> list[tuple[str, str]]:
@@ -122,7 +118,7 @@ def unset(environment: Mapping[str, str], has_megatron: bool) -> list[tuple[str,
         what = f"{CONNECT} is not set: pairs of ranks must meet within HCCL's own 120 s, a first step may take longer"
         found.append((what, f"export {CONNECT}={PAIRS_CONNECT_SECONDS} or more"))
     if has_megatron and not environment.get(QUEUES):
-        found.append((f"{QUEUES} is not set: {MEGATRON_WANTS}", f"export {QUEUES}=1"))
+        found.append((f"{QUEUES} is not set: {MEGATRON_WANTS}", f"export {QUEUES}=1, with --use-torch-fsdp2 2"))
     return found
 
 
@@ -212,8 +208,7 @@ CHECKS: Mapping[str, Check] = {
     "HCCL_WHITELIST_DISABLE": _whitelist,
     "RANK_TABLE_FILE": _rank_table,
     "STREAMS_PER_DEVICE": _streams,
-    "HCCL_ASYNC_ERROR_HANDLING": _is("0", "a message whose other end never comes then hangs instead of ending the job"),
-    QUEUES: _queues,
+    "HCCL_ASYNC_ERROR_HANDLING": _is("0", "torch_npu then never ends a job; only a later call tells of a lost message"),
     "TORCH_HCCL_BLOCKING_WAIT": _is("1", BLOCKING),
     "ASCEND_LAUNCH_BLOCKING": _is("1", EVERY_CALL),
     "TASK_QUEUE_ENABLE": _is("0", "the host launches every operator itself, one after another: slow"),
