@@ -129,12 +129,12 @@ def test_what_a_job_would_have_to_make_is_refused(hosts: int, monkeypatch: pytes
         asked.append("forecast")
         return found
 
-    def made(call: object, name: str) -> Schedule:
+    def made(call: object, name: str, order: object) -> Schedule:
         asked.append("schedule")
         return named(name, 2, 64)
 
     monkeypatch.setattr(auto, "_forecast", forecast)
-    monkeypatch.setattr(auto, "make", made)
+    monkeypatch.setattr(auto, "make_in_parts", made)
     if hosts == 64:
         assert plan_call(large_call(hosts=hosts)).name == "ring"
     else:
