@@ -206,9 +206,12 @@ def shared_names() -> set[str]:
     return {path.name for path in Path(FOLDER).glob(f"{PREFIX}*")}
 
 
+EARLIER = shared_names()  # somebody else's, or of tests that were killed
+
+
 def lasting_names() -> set[str]:
-    """Those that do not go within a second: other tests on this machine may be setting up theirs."""
-    found = shared_names()
+    """Those of now that do not go within a second: other tests on this machine may be setting up theirs."""
+    found = shared_names() - EARLIER
     for _ in range(10):
         if found:
             time.sleep(patient(0.1))
