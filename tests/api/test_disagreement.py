@@ -136,7 +136,7 @@ def _fits(call: Call) -> bool:
     return all(getattr(call, name) == getattr(usual, name) for name in ("layout", "schedule", "pieces", "kernel"))
 
 
-@pytest.mark.sampled(36)
+@pytest.mark.sampled(32)
 @transports
 @pytest.mark.parametrize("earlier_calls", [0, 2], ids=["first call", "later call"])
 @pytest.mark.parametrize("what", DIFFERENCES)

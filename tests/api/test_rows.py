@@ -27,7 +27,7 @@ def case_of(schedule: str, layout: str, mask: Mask, dtype: torch.dtype = torch.f
     return Case(4, schedule, layout, "", 4, 2, 2, 16, dtype, None, mask, LENGTH)
 
 
-@pytest.mark.sampled(28)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("schedule", SCHEDULES)

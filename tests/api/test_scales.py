@@ -72,7 +72,7 @@ def on_ranks(here: Here, kernel: str, mask: Mask, dtype: torch.dtype) -> list[Er
         return [errors(cp, mask, scale, dtype) for scale in SCALES]
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kernel", [*OURS, *HALVES])
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -55,7 +55,7 @@ def high_water(here: Here, case: Case, backward: bool, transport: str | None = N
     return cp.pool(CPU).high_water_bytes
 
 
-@pytest.mark.sampled(48)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", ["full", "causal", "causal & window & documents"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])

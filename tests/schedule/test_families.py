@@ -73,12 +73,12 @@ def check_verified(point: Point, layout: str, mask: str, pieces: int | None) -> 
 
 
 class TestProof:
-    @pytest.mark.sampled(100)
+    @pytest.mark.sampled(64)
     @pytest.mark.parametrize("row", GRID, ids=ids)
     def test_any_two_circumstances(self, row: Row) -> None:
         check_verified(*row)
 
-    @pytest.mark.sampled(24)
+    @pytest.mark.sampled(21)
     @pytest.mark.slow
     @pytest.mark.parametrize("row", LARGE, ids=ids)
     def test_sixteen_ranks(self, row: Row) -> None:

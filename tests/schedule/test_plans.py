@@ -42,7 +42,7 @@ def on_the_wire(scheme: Scheme) -> Scheme:
 MASKS = {"full": tr.Full(), "causal": tr.Causal(), "packed": tr.Causal() & tr.Documents([0, 100, 301, 500])}
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("name", PLANS.values(), ids=PLANS)
