@@ -118,7 +118,7 @@ def test_a_late_rank_is_waited_for(schedule: str, npus: NpuPools) -> None:
 
 
 def without_the_frameworks(here: Here) -> str:
-    """What rank 0 says of a rank that comes once it has given up, where the framework's limit is not taken."""
+    """Return what rank 0 says of a rank that comes too late, where the framework's limit is not taken."""
     with Patches.context() as patched:
         cut_own_limits(patched, SHORT)
         patched.setattr(attention, "framework_seconds", lambda config, group: None)
@@ -132,7 +132,7 @@ def without_the_frameworks(here: Here) -> str:
 
 
 def test_our_own_limit_would_not_do(npus: NpuPools) -> None:
-    """What the tests above are there for."""
+    """Show what the tests above are there for."""
     with npus.expendable(RANKS) as some:
         said, _ = some(without_the_frameworks)
     assert said.startswith(f"rank 1 of {RANKS} did not come within {SHORT:g} s when the ranks met"), said

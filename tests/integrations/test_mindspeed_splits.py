@@ -49,7 +49,7 @@ def megatron() -> Iterator[RankPools]:
 
 
 def largest_error(megatron: RankPools, job: Job, ranks: int = 4, schedules: Sequence[str] = SCHEDULES) -> float:
-    """Of any gradient on any rank with any of these schedules."""
+    """Return the largest error of any gradient on any rank with any of these schedules."""
     (whole,) = megatron(1)(whole_gradients, job)
     said = megatron(ranks).within(STEP_SECONDS, npu_steps.errors_of_step, job, whole, list(schedules))
     found = [each for of_rank in said for each in of_rank.values()]

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import FULL_GRID, SOME_RANKS, length_of, make, one_of_each, points
+from families import SOME_RANKS, length_of, make, one_of_each, points
 from programs import reads_early, rearranged, replays_with_collectives, size_of
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 
 from tokenring import Causal, Full, Mask, attention
 from tokenring.backends.interfaces import Work

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from itertools import product
 
 import pytest
-from sampling import drawn, words
+from sampling import FULL_GRID, drawn, words
 
 FAMILIES = ("ring", "usp/2", "usp/4", "tiles/2x2")
 ROWS = [" ".join(row) for row in product(FAMILIES, ("zigzag", "striped"), ("full", "causal", "window both ways"))]
@@ -40,9 +39,9 @@ def test_all_where_there_are_no_more() -> None:
     assert drawn([], 3, "a") == []
 
 
-@pytest.mark.skipif(bool(os.environ.get("TOKENRING_FULL_GRID")), reason="all rows are run")
+@pytest.mark.skipif(FULL_GRID, reason="all rows are run")
 def test_marked_tests_run_so_many_rows(request: pytest.FixtureRequest) -> None:
-    """Of this very session: no marked test has more rows than its mark says."""
+    """No marked test of this very session has more rows than its mark says."""
     rows: dict[str, int] = {}
     for item in request.session.items:
         if (marker := item.get_closest_marker("sampled")) is not None:

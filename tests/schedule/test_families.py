@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from itertools import combinations, product
@@ -11,6 +10,7 @@ import pytest
 from bases import CHUNKS_A_RANK, mask_of
 from families import HEADS, OPTIONS, Point, length_of, make, members, points, sample
 from mutants import KINDS
+from sampling import FULL_GRID
 from test_verify import check_refused, spread
 
 import tokenring as tr
@@ -26,7 +26,6 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 MASKS = ("full", "causal", "window", "window both ways", "documents", "all three")
 PIECES = (None, 2)
 FACTORS = {"layout": LAYOUTS, "mask": MASKS, "pieces": PIECES}
-FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 Row = tuple[Point, str, str, int | None]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from sampling import FULL_GRID
 
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import PASSES, Tile
@@ -28,7 +28,7 @@ from tokenring.sequence.workload import Workload
 OPTIONS = ["", "/late", "/pieces2", "/pieces4", "/keep"]
 HEADS = {"packed": (12, 4), "uneven": (24, 24)}  # by which some of a family fit; the others take 8 and 8
 CAUSAL: Mask = Causal()
-CASES = 40 if os.environ.get("TOKENRING_FULL_GRID") else 2  # of a family
+CASES = 40 if FULL_GRID else 2  # of a family
 
 
 def in_parts(schedule: Schedule) -> bool:

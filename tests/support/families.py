@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from typing import Any, NamedTuple
+
+from sampling import FULL_GRID
 
 from tokenring.schedule.families import parse, variants
 from tokenring.schedule.names import make_schedule
@@ -19,7 +20,6 @@ from tokenring.sequence.workload import Workload
 
 HEADS = ((8, 8), (6, 6), (8, 2), (8, 1), (6, 3))
 # Of all families: on five ranks there is none that there is not on three.
-FULL_GRID = bool(os.environ.get("TOKENRING_FULL_GRID"))
 SOME_RANKS = (2, 3, 4, 5, 6) if FULL_GRID else (2, 3, 4, 6)
 OPTIONS = ("", "/late", "/keep", "/regather")
 

@@ -19,12 +19,13 @@ from collections.abc import Sequence, Set
 
 import pytest
 
+FULL_GRID = bool(os.environ.get("TOKENRING_FULL_GRID"))
 MARKER = "sampled"
 LEAST_ROWS, SHARE = 6, 4
 
 
 def words(row: str) -> set[str]:
-    """What a row's id says: its words, and of those with parameters, as usp/2, what stands before these, too."""
+    """Return the words of a row's id, and of those with parameters, as usp/2, what stands before these, too."""
     found = set(re.findall(r"[\w/.]+", row))
     return found | {word.partition("/")[0] for word in found}
 
@@ -44,7 +45,7 @@ def drawn(rows: Sequence[str], count: int, seed: str) -> list[int]:
 
 def leave_samples(config: pytest.Config, items: list[pytest.Item], pools: Set[str]) -> None:
     """Deselect the rows of marked tests that are not drawn, and of tests that take one of these fixtures."""
-    if os.environ.get("TOKENRING_FULL_GRID"):
+    if FULL_GRID:
         return
     rows_of: dict[str, list[pytest.Item]] = {}
     for item in items:

@@ -161,14 +161,13 @@ def schedule_in_parts(
     name: str, workload: Workload, q_layout: Layout, kv_layout: Layout, mask: Mask,
     order: Sequence[int] | None = None,
 ) -> Schedule:  # fmt: skip
-    """Return the schedule of `named_schedule`; where possible its tiles and moves are made when asked for (`own_part`).
-    """
+    """Return the schedule of `named_schedule`; where possible its tiles and moves are made when asked for."""
     from tokenring.schedule.own_part import halves_in_pieces
 
     pieces = default_pieces(name, workload, q_layout, kv_layout)
-    schemes = _schemes(name, q_layout, kv_layout, None, pieces, order)
-    if not _goes_by_owner(name, mask) or any(halves_in_pieces(each) for each in schemes):
-        return named_schedule(name, workload, q_layout, kv_layout, mask, order=order)
+    schemes = _schemes(name, q_layout, kv_layout, None, pieces, order) if _goes_by_owner(name, mask) else []
+    if not schemes or any(map(halves_in_pieces, schemes)):
+        return named_schedule(name, workload, q_layout, kv_layout, mask, pieces, order)
     check_heads(name, schemes[0].head_groups, workload)
     return Schedule.in_parts(_parts_that_move_least(schemes, q_layout, kv_layout, mask))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -68,6 +69,7 @@ class OwnParts:
         self._q = _Side(self.empty, "q", scheme.gather_q, scheme.return_q)
         self._kv = _Side(self.empty, "kv", scheme.gather_kv, scheme.return_kv)
         self._by_q = scheme.placed_by_q and scheme.place_for is None
+        self._by_rows = goes_by_q(scheme) and not scheme.together
         self._place = scheme.place if scheme.place_for is None else scheme.place_for(q_layout, kv_layout, mask)
         self._used_known: dict[int, dict[Kind, set[Unit]]] = {}
         self._last_known: dict[int, int] = {}
@@ -91,11 +93,8 @@ class OwnParts:
             *self._partials(self._q, rank, wide), *self._partials(self._kv, rank, wide),
         ]  # fmt: skip
         moves.sort(key=move_order)
-        each = self.empty
-        made = OwnPart(
-            each.name, each.world_size, each.q_layout, each.kv_layout, each.mask, tuple(tiles), tuple(moves),
-            each.head_groups, each.q_pieces, each.kv_pieces, each.keep, each.slack, each.codecs,
-        )  # fmt: skip
+        known = {each.name: getattr(self.empty, each.name) for each in fields(ScheduleData)}
+        made = OwnPart(**known | {"tiles": tuple(tiles), "moves": tuple(moves)})
         if self.scheme.late:
             made = order(keep_for_last(made))
         vars(made).update(_wide_partials=frozenset(wide), rank=rank, parts=self)
@@ -110,7 +109,7 @@ class OwnParts:
 
     def _all_tiles(self, rank: int) -> list[Tile]:
         """Return the tiles of a rank as if everything were visible."""
-        if goes_by_q(self.scheme) and not self.scheme.together:
+        if self._by_rows:
             rows: Rows = defaultdict(list)
             for q, kv_piece in self._rows_at[rank]:
                 rows[self._row_step(q, kv_piece), rank, q[1]].append((self._q.blocks[q], kv_piece))
@@ -212,8 +211,7 @@ class OwnParts:
 
     def _tiles_of(self, side: _Side, key: Key) -> Iterator[tuple[int, int]]:
         """Yield rank and step of each tile of a unit's."""
-        by_rows, together = goes_by_q(self.scheme), self.scheme.together
-        if side.kind == "q" and by_rows and not together:
+        if side.kind == "q" and self._by_rows:
             for piece in range(self.scheme.kv_pieces):
                 yield self._row_rank[key, piece], self._row_step(key, piece)
             return
@@ -221,7 +219,7 @@ class OwnParts:
             q, kv = (key, other) if side.kind == "q" else (other, key)
             rank = self._row_rank[q, kv[2]] if self._by_q else self._place(self._pair(q, kv))
             if rank != key[0]:
-                yield rank, self._last(rank) if together else self._step(rank, q, kv)
+                yield rank, self._last(rank) if self.scheme.together else self._step(rank, q, kv)
 
     def _other(self, side: _Side) -> _Side:
         return self._kv if side.kind == "q" else self._q
@@ -229,7 +227,7 @@ class OwnParts:
     def _own_last(self, side: _Side, rank: int) -> dict[Key, int]:
         """Return the step of a rank's last tile of each unit that it does not own."""
         found: dict[Key, int] = {}
-        if goes_by_q(self.scheme) and not self.scheme.together:
+        if self._by_rows:
             for q, kv_piece in self._rows_at[rank]:
                 step = self._row_step(q, kv_piece)
                 keys = [q] if side.kind == "q" else self._kv.by_heads_and_piece[q[1], kv_piece]

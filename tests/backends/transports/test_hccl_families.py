@@ -7,7 +7,6 @@ sample, of all members, and the grid, which takes ten minutes and more, run by h
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -22,12 +21,12 @@ from cases import LIMITS, NAMES, Case, Local, check_bytes, check_exact
 from families import Point, length_of, points, sample
 from oracle import Attention, relative_error
 from ranks import Here
+from sampling import FULL_GRID
 
 from tokenring import ContextParallel, attention
 from tokenring.schedule.families import FAMILIES, parse
 
 TRANSPORTS = ("hccl", "hccl/channel", "hccl/pair", "hccl/batch")
-FULL_GRID = bool(os.environ.get("TOKENRING_FULL_GRID"))
 RANKS = range(2, 9) if FULL_GRID else (2, 3, 4, 6)
 CHUNKS = {"zigzag": 2, "contiguous": 1, "striped": 1}
 FACTORS: dict[str, tuple[Any, ...]] = {

@@ -93,7 +93,7 @@ class Job:
         )
 
     def _of_experts_and_stages(self) -> dict[str, Any]:
-        """What the config says of experts, and of virtual pipeline stages, whose messages go two by two."""
+        """Return what the config says of experts, and of virtual pipeline stages, whose messages go two by two."""
         found: dict[str, Any] = {}
         if self.experts:
             how = "alltoall" if self.ep > 1 else "allgather"  # the former wants streams, of a CPU too

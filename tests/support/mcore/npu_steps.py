@@ -95,7 +95,7 @@ def _patch() -> None:
 
 
 def errors_of_step(here: Here, job: Job, whole: Whole, schedules: list[str]) -> dict[str, tuple[float, list[str]]]:
-    """Of each schedule the largest relative error of a gradient of this rank, and the classes of its attentions."""
+    """Return the largest relative error of a gradient of this rank by schedule, and the classes of its attentions."""
     start(here)
     _, weights, wanted = whole
     chunks = _chunks(here, job)
