@@ -97,7 +97,7 @@ def test_it_goes_with_its_client(warm: str) -> None:
 
 def test_it_goes_with_what_it_was_forked_from() -> None:
     """And its client with both."""
-    with warm_python() as python:
+    with warm_python(bare=True) as python:
         client = subprocess.Popen([python, "-c", WAITS], stdout=subprocess.PIPE)
         assert client.stdout is not None
         process = int(client.stdout.readline())
