@@ -4,8 +4,8 @@
 
 What takes it for Python (`-c CODE`, `-m MODULE` or a file, with arguments; `-u` before it) gets a process with its own
 arguments, environment, folder and streams, but not its pid: that of a client, which ends as the process does, and takes
-it along. It lives in its client's network namespace. What is started with -I or -S is a real Python. A test whose
-subject is how a process starts or how the interpreter ends needs a real one.
+it along. It lives in its client's namespaces of network and host name. What is started with -I or -S is a real Python.
+A test whose subject is how a process starts or how the interpreter ends needs a real one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ IMPORTED = (
 )  # fmt: skip
 BARE = ("numpy", "torch", "torch.distributed", "torch.utils.checkpoint")  # and nothing of tokenring
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-CLONE_NEWNET = 0x40000000  # of linux/sched.h
+NAMESPACES = {"net": 0x40000000, "uts": 0x04000000}  # CLONE_NEW..., of linux/sched.h
 F_SETSIG = 10  # of fcntl.h
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
@@ -115,7 +115,8 @@ class Asked:
         fcntl.fcntl(self.connection, F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(self.connection, fcntl.F_SETFL, fcntl.fcntl(self.connection, fcntl.F_GETFL) | os.O_ASYNC)
         signal.set_wakeup_fd(-1)
-        _enter_network_of(self.client)
+        for name in NAMESPACES:
+            _enter(name, self.client)
         for to, each in enumerate(self.streams):
             os.dup2(each, to)
             os.close(each)
@@ -175,13 +176,13 @@ def _writing_to(number: int, before: TextIO, at_once: bool) -> TextIO:
     return io.TextIOWrapper(binary, before.encoding, before.errors, None, by_line, at_once)
 
 
-def _enter_network_of(process: int) -> None:
-    """Its network namespace, where that is not ours already."""
-    path = f"/proc/{process}/ns/net"
-    with suppress(FileNotFoundError, ProcessLookupError), open(path, "rb") as network:  # a client that is gone
-        if not os.path.samefile(path, "/proc/self/ns/net"):
+def _enter(name: str, process: int) -> None:
+    """Go into that namespace of the process, where it is not ours already."""
+    path = f"/proc/{process}/ns/{name}"
+    with suppress(FileNotFoundError, ProcessLookupError), open(path, "rb") as namespace:  # a client that is gone
+        if not os.path.samefile(path, f"/proc/self/ns/{name}"):
             library = ctypes.CDLL(None, use_errno=True)
-            assert library.setns(network.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+            assert library.setns(namespace.fileno(), NAMESPACES[name]) == 0, os.strerror(ctypes.get_errno())
 
 
 class Unimported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
