@@ -17,6 +17,7 @@ from tokenring.errors import ScheduleError
 from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.lowering.program import Fill, Merge, Program, Recv, Send
 from tokenring.proof.replay import Kept, replay, replay_schedule
+from tokenring.proof.visible_pairs import Pairs
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.workload import Workload
 
@@ -42,9 +43,14 @@ def kept_of(base: str, direction: Pass, early: bool) -> Kept | None:
     return replay(BASES[base], programs_of(base, "forward", early), one_queue_a_pair=not early)
 
 
+@cache
+def pairs_of(base: str) -> Pairs:
+    return Pairs(BASES[base])
+
+
 def run(base: str, programs: list[Program], one_queue: bool) -> None:
     kept = kept_of(base, programs[0].direction, not one_queue)
-    replay(BASES[base], programs, one_queue_a_pair=one_queue, kept=kept)
+    replay(BASES[base], programs, one_queue_a_pair=one_queue, kept=kept, pairs=pairs_of(base))
 
 
 def mutants(kind: str, base: str) -> Iterator[tuple[list[Program], bool, int, Mutant]]:
