@@ -15,6 +15,8 @@ from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.machines.presets import PRESETS
 from tokenring.topology.model.schema import to_json
 
+pytestmark = pytest.mark.usefixtures("plans_kept")
+
 DATA = Path(__file__).resolve().parents[1] / "data"
 FEW = ("--seq", "4k", "--heads", "8", "--pass", "forward")
 SMALL = ("--topology", "preset:a10-pix-4", *FEW)

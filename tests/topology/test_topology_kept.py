@@ -139,7 +139,7 @@ FACTS = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(FACTS.map(sound), min_size=1, max_size=3))
 def test_generated_facts(facts: list[Facts]) -> None:
     same_again(facts)
