@@ -54,7 +54,7 @@ def largest() -> Iterator[Largest]:
     print("\n" + "\n".join(f"largest {name}: {value:.3g} ({case})" for name, (value, case) in sorted(seen.items())))
 
 
-@pytest.mark.sampled(44)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow if n % 6 else ()) for n, case in enumerate(CASES)], ids=str
 )
