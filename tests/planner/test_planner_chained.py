@@ -83,7 +83,7 @@ def all_folded() -> None:
             assert world.least_seconds(direction) <= world.one_pass(direction).seconds * ROUNDING
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10**9))
 def test_no_simulation_takes_less(seed: int) -> None:
     """Every family, topology, mask and kind of messages, of all programs and of one alone."""

@@ -38,7 +38,7 @@ COPIES = Machine(Rates("t", SIDES, SIDES, copy_gbs=1.0), Messages())
 COPIES_TAKE_LONG = Setting(workload(8, (8, 8), 512), full_mesh(8, 20.0), COPIES, BOTH)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10**9), st.floats(0.2, 0.999))
 def test_a_limit_is_met_or_the_simulation_given_up(seed: int, share: float) -> None:
     """Just above what it takes, the prediction is the same; below, there is none."""
@@ -49,7 +49,7 @@ def test_a_limit_is_met_or_the_simulation_given_up(seed: int, share: float) -> N
         assert predict_within(schedule, asked, found.seconds * share, least) is None
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10**9))
 def test_the_work_of_one_rank_bounds_each_pass(seed: int) -> None:
     """It is the time for which that rank is busy in the simulation, of every rank."""
