@@ -47,7 +47,7 @@ class TestSlots:
     @pytest.mark.parametrize("name", ["ring+", "ring-"])
     def test_ring_needs_two(self, name: str, mask: str, early: bool) -> None:
         """One that is sent on, one that comes. Backward has the gradients that follow, as many at any P."""
-        for ranks in range(2, 17) if early else (2, 3, 8):
+        for ranks in (2, 3, 4, 5, 8, 12, 16) if early else (2, 3, 8):
             made = make(ranks, name, "zigzag", mask)
             forward = lower_all(made, size_of(made), "forward", early_receives=early)
             assert {slots(program) for program in forward} == {(0, 2, 1, 0)}

@@ -150,8 +150,11 @@ def test_wrong_bounds_are_found(
 ) -> None:
     changed = getattr(chained, owner)
     monkeypatch.setattr(changed, method, mutant(getattr(changed, method)))
-    all_simulated(SEEDS)
-    assert watched.broken
+    for seed in SEEDS:
+        all_simulated([seed])
+        if watched.broken:
+            return
+    pytest.fail("no simulation takes less than these bounds")
 
 
 def test_a_message_counts_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

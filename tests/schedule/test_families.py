@@ -74,7 +74,7 @@ def check_verified(point: Point, layout: str, mask: str, pieces: int | None) -> 
 
 
 class TestProof:
-    @pytest.mark.sampled(64)
+    @pytest.mark.sampled(48)
     @pytest.mark.parametrize("row", GRID, ids=ids)
     def test_any_two_circumstances(self, row: Row) -> None:
         check_verified(*row)
