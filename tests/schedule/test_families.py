@@ -79,7 +79,7 @@ class TestProof:
     def test_any_two_circumstances(self, row: Row) -> None:
         check_verified(*row)
 
-    @pytest.mark.sampled(21)
+    @pytest.mark.sampled(16)
     @pytest.mark.slow
     @pytest.mark.parametrize("row", LARGE, ids=ids)
     def test_sixteen_ranks(self, row: Row) -> None:
