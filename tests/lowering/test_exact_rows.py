@@ -63,6 +63,7 @@ class TestBytes:
         assert schedule.kv_pieces == 1
         assert rows == {(0, 1, 0): ((100, 256),), (1, 2, 0): ((104, 256),), (2, 3, 0): ((188, 256),)}
 
+    @pytest.mark.sampled(28)
     @pytest.mark.parametrize("name", FAMILIES)
     @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "zigzag/2"])
     def test_links_carry_what_programs_send(self, name: str, layout: str) -> None:
