@@ -25,7 +25,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "layout": LAYOUTS,
     "mask": MASKS,
     "heads": ((8, 8), (4, 1), (8, 1), (8, 2), (8, 4), (4, 4), (1, 1)),
-    "batch": (1, 3),
+    "batch": (1, 2),
     "head_dim": (40, 64, 128),
     "dtype": (torch.float32, torch.bfloat16),
     "pieces": (None, 2, 4),
