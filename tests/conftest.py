@@ -193,6 +193,13 @@ def own_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(scope="module")
+def plans_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A module's commands plan for each call once, and keep the plans as a user's do."""
+    with patch.dict(os.environ, TOKENRING_PLAN_CACHE=str(tmp_path_factory.mktemp("plans"))):
+        yield
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What was probed or measured on this machine for its user is not for tests, nor theirs for the user."""

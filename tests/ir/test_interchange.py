@@ -292,7 +292,7 @@ class TestRefusals:
         max_leaves=4,
     )
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=80, deadline=None)
     @given(st.data(), values)
     def test_whatever_the_document_is(self, data: st.DataObject, value: object) -> None:
         """A random part of a good document, replaced by anything: read, or refused in our own words."""

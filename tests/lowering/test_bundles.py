@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -39,8 +40,15 @@ def whole(name: str, ranks: int, layout: str = "zigzag", mask: Mask | None = Non
 def lowered(
     schedule: Schedule, direction: Pass = "forward", most_bytes: int = ALL, ahead_bytes: int = 0
 ) -> list[Program]:
+    return list(each_lowered(schedule, direction, most_bytes, ahead_bytes))
+
+
+def each_lowered(
+    schedule: Schedule, direction: Pass = "forward", most_bytes: int = ALL, ahead_bytes: int = 0
+) -> Iterator[Program]:
+    """The programs of the ranks, each when it is asked for."""
     target = Target(bundle_bytes=most_bytes, ahead_bytes=ahead_bytes)
-    return [lower(schedule, rank, direction, size_of(schedule), target) for rank in range(schedule.world_size)]
+    return (lower(schedule, rank, direction, size_of(schedule), target) for rank in range(schedule.world_size))
 
 
 def found(schedule: Schedule, rank: int, direction: Pass = "forward", most_bytes: int = ALL) -> list[list[str]]:
@@ -145,7 +153,7 @@ def test_programs_of_all_families_are_proved(ranks: int) -> None:
         for layout, chunks in (("zigzag", 2), ("contiguous", 1)) if FULL_GRID else (("zigzag", 2),):
             schedule = make(point.name, ranks, layout, Causal(), length_of(point, chunks, None))
             replay_schedule(schedule, beyond(transport_target("gloo")))
-            if any(each.collectives for each in lowered(schedule)):
+            if any(program.collectives for program in each_lowered(schedule)):
                 met.add(point.family)
     assert {"ulysses", "sub-sharded"} <= met or ranks == 5
     assert {"direct-kv", "direct-q"} <= met or ranks == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -34,6 +35,11 @@ def made(name: str, layout: str = "contiguous", mask: Mask = WINDOW, ranks: int 
     return make_schedule(name, whole, whole, mask)
 
 
+@cache
+def verified(name: str, layout: str, mask: Mask) -> Schedule:
+    return made(name, layout, mask).verify()
+
+
 def size(schedule: Schedule) -> Workload:
     length = schedule.q_layout.length
     return Workload(1, length, length, 8, 8, 16, torch.bfloat16)
@@ -57,11 +63,12 @@ class TestBytes:
         assert schedule.kv_pieces == 1
         assert rows == {(0, 1, 0): ((100, 256),), (1, 2, 0): ((104, 256),), (2, 3, 0): ((188, 256),)}
 
+    @pytest.mark.sampled(28)
     @pytest.mark.parametrize("name", FAMILIES)
     @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "zigzag/2"])
     def test_links_carry_what_programs_send(self, name: str, layout: str) -> None:
         for mask in (WINDOW, PACKED):
-            schedule = made(name, layout, mask).verify()
+            schedule = verified(name, layout, mask)
             for direction in PASSES:
                 sent, received = (posted_bytes(schedule, direction, kind) for kind in (Send, Recv))
                 assert sent == received == schedule.link_bytes(size(schedule), direction)
@@ -70,10 +77,10 @@ class TestBytes:
     def test_a_relay_gets_what_is_used_beyond_it(self, name: str) -> None:
         """In no family more moves than whole units; in any that has relays each hop is enough, as verify finds."""
         for mask in (WINDOW, PACKED):
-            schedule = made(name, "zigzag", mask)
+            schedule = verified(name, "zigzag", mask)
             whole = schedule.replace(moves=tuple(move._replace(rows=None) for move in schedule.moves))
             assert sum(map(schedule.moved_rows, schedule.moves)) <= sum(map(whole.moved_rows, whole.moves))
-            assert schedule.verify() and whole.verify()
+            assert whole.verify()
 
     @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
     def test_whole_units_go_where_they_are_needed(self, mask: Mask) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -57,12 +58,17 @@ class Call(NamedTuple):
     own_tokens: int = 32
 
     def schedule(self) -> ScheduleData:
-        layout = make_layout(self.layout, self.ranks, self.own_tokens * self.ranks)
-        return make_schedule(self.name, layout, layout, parse_mask(self.mask))
+        return schedule_of(self)
 
     def size(self) -> Workload:
         tokens = self.own_tokens * self.ranks
         return Workload(self.batch, tokens, tokens, *self.heads, 64, self.dtype)
+
+
+@cache
+def schedule_of(call: Call) -> ScheduleData:
+    layout = make_layout(call.layout, call.ranks, call.own_tokens * call.ranks)
+    return make_schedule(call.name, layout, layout, parse_mask(call.mask))
 
 
 CALLS = (

@@ -74,10 +74,10 @@ def least_wires(schedule: tr.Schedule, asked: Setting) -> float:
 def test_no_prediction_is_below(heads: tuple[int, int], mask: Mask) -> None:
     """With kernels that count."""
     size = workload(4, heads, 96)
-    for shape, net in SHAPES.items():
+    for number, (shape, net) in enumerate(SHAPES.items()):
         asked = setting(net(4), size, BOTH, tflops=0.05)
         bound = bound_of(asked, mask, "zigzag")
-        for name in members(4, heads)[::3]:
+        for name in members(4, heads)[number % 6 :: 6]:  # each on some shape
             assert predict(named(name, 4, size.q_length, mask, "zigzag"), asked).seconds >= bound * (1 - 1e-4), shape
 
 

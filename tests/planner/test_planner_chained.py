@@ -83,7 +83,7 @@ def all_folded() -> None:
             assert world.least_seconds(direction) <= world.one_pass(direction).seconds * ROUNDING
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10**9))
 def test_no_simulation_takes_less(seed: int) -> None:
     """Every family, topology, mask and kind of messages, of all programs and of one alone."""
@@ -150,8 +150,11 @@ def test_wrong_bounds_are_found(
 ) -> None:
     changed = getattr(chained, owner)
     monkeypatch.setattr(changed, method, mutant(getattr(changed, method)))
-    all_simulated(SEEDS)
-    assert watched.broken
+    for seed in SEEDS:
+        all_simulated([seed])
+        if watched.broken:
+            return
+    pytest.fail("no simulation takes less than these bounds")
 
 
 def test_a_message_counts_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,12 @@ from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.machines.presets import PRESETS
 from tokenring.topology.model.schema import to_json
 
+pytestmark = pytest.mark.usefixtures("plans_kept")
+
 DATA = Path(__file__).resolve().parents[1] / "data"
 FEW = ("--seq", "4k", "--heads", "8", "--pass", "forward")
 SMALL = ("--topology", "preset:a10-pix-4", *FEW)
+TWO = ("--schedules", "ring,direct-kv")  # where it is not about which are looked at
 GOLDEN = {
     "plan-a10": ("--topology", "preset:a10-pix-4", "--seq", "8k", "--heads", "8", "--kv-heads", "2", "--dtype", "fp16"),
     "plan-mi300x": ("--topology", "preset:mi300x-8", "--seq", "64k", "--heads", "6", "--mask", "full", *FEW[4:]),
@@ -146,7 +149,7 @@ def test_draws_names_as_text(tmp_path: Path) -> None:
 
 
 def test_sweeps(tmp_path: Path) -> None:
-    code, text, err = plan(*SMALL, "--sweep", "seq=1k..4k", "--svg", str(tmp_path / "a.svg"))
+    code, text, err = plan(*SMALL, *TWO, "--sweep", "seq=1k..4k", "--svg", str(tmp_path / "a.svg"))
     assert code == 0
     lines = text.splitlines()
     assert [line.split()[0] for line in lines] == ["tokens", "1k", "2k", "4k"]
@@ -205,15 +208,15 @@ class TestRanksOfSeveralMachines:
 
 def test_topologies_from_files(tmp_path: Path) -> None:
     (tmp_path / "saved.json").write_text(to_json(PRESETS["mi300x-8"].facts()), encoding="utf-8")
-    text = printed("--topology", str(tmp_path / "saved.json"), *FEW)
+    text = printed("--topology", str(tmp_path / "saved.json"), *FEW, *TWO)
     assert "on full mesh: 8 ranks; published figures of AMD" in text
-    text = printed("--topology", str(DATA / "topology" / "nvidia-switch.txt"), *FEW, "--device", "h100-sxm")
+    text = printed("--topology", str(DATA / "topology" / "nvidia-switch.txt"), *FEW, *TWO, "--device", "h100-sxm")
     assert "on switch: 8 ranks; published figures of NVIDIA H100" in text
     assert "links of kind nvlink have no known bandwidth: 25 GB/s each is assumed" in text
 
 
 def test_rates_that_are_asked_for() -> None:
-    assert "100 TFLOP/s, as given" in printed(*SMALL, "--tflops", "100")
+    assert "100 TFLOP/s, as given" in printed(*SMALL, *TWO, "--tflops", "100")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ from tokenring.schedule.names import make_schedule
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import contiguous
 
+pytestmark = pytest.mark.usefixtures("plans_kept")
+
 A2 = ("--topology", "preset:atlas-800t-a2", "--seq", "16k", "--heads", "8", "--mask", "full")
 TRANSPORTS = {"hccl": 1, "hccl/channel": 2, "hccl/pair": 4}  # how many times fewer communicators at most
 

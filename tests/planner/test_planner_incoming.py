@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
 
 import pytest
 import torch
@@ -22,16 +23,31 @@ from tokenring.sequence.workload import Workload
 
 # ---------- the division of work over heads
 
+STEPS = 24  # of the work of one query head
+
 
 def by_force(work: float, groups: int, per_group: int, part: Fraction, q: float, kv: float) -> float:
     """The least cost over every division in small steps, each KV head with every number of its query heads."""
-    steps = 24
+    known = costs_by_force(per_group, part, q, kv)
+    total = round(work * STEPS)
+    least = [0.0] + [math.inf] * total
+    for _ in range(groups):
+        least = [
+            min(least[done - units] + known[units] for units in range(min(done, per_group * STEPS) + 1))
+            for done in range(total + 1)
+        ]
+    return least[total]
+
+
+@cache
+def costs_by_force(per_group: int, part: Fraction, q: float, kv: float) -> list[float]:
+    """Of one KV head with so many steps of work: the least over all numbers of its query heads, and sides."""
 
     def kv_part(b: float) -> float:
         return kv * max(0.0, b - float(part))
 
     def cost(units: int) -> float:
-        amount = units / steps
+        amount = units / STEPS
         best = math.inf
         for heads in range(1, per_group + 1):
             if amount <= heads:
@@ -42,15 +58,7 @@ def by_force(work: float, groups: int, per_group: int, part: Fraction, q: float,
                 )
         return 0.0 if units == 0 else best
 
-    known = [cost(units) for units in range(per_group * steps + 1)]
-    total = round(work * steps)
-    least = [0.0] + [math.inf] * total
-    for _ in range(groups):
-        least = [
-            min(least[done - units] + known[units] for units in range(min(done, per_group * steps) + 1))
-            for done in range(total + 1)
-        ]
-    return least[total]
+    return [cost(units) for units in range(per_group * STEPS + 1)]
 
 
 TINY: Sequence[tuple[int, int, Fraction, Fraction]] = [

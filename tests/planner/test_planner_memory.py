@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from io import StringIO
 from typing import Any
 
@@ -46,6 +47,13 @@ def call(
     return CallToPlan(setting, layout, layout, mask or Causal(), families, limit, everything)
 
 
+@cache
+def need(name: str, mask: Mask) -> HeldBytes:
+    """What a schedule needs on an hgx-h100."""
+    given = call("hgx-h100", None, mask)
+    return needs(make(given, name), given.setting)
+
+
 def no_simulation(*given: Any, **named: Any) -> Any:
     raise AssertionError("a schedule was simulated")
 
@@ -72,9 +80,9 @@ def test_least_is_never_more_than_needed(mask: Mask) -> None:
     given = call("hgx-h100", None, mask)
     for name in NAMES:
         schedule = make(given, name)
-        need = needs(schedule, given.setting)
-        assert least_bytes(schedule, given.setting) <= need.peak_bytes
-        assert need.peak_bytes == predict.predict(schedule, given.setting).peak_bytes
+        peak_bytes = need(name, mask).peak_bytes
+        assert least_bytes(schedule, given.setting) <= peak_bytes
+        assert peak_bytes == predict.predict(schedule, given.setting).peak_bytes
 
 
 @pytest.mark.parametrize("limit", [1, 4096])
@@ -93,7 +101,7 @@ def test_the_smallest_is_the_smallest(unsimulated: None) -> None:
     given = call("hgx-h100", 1)
     with pytest.raises(MemoryLimitError) as refused:
         plan_or_forecast(given)
-    least = min(needs(make(given, name), given.setting).peak_bytes for name in NAMES)
+    least = min(need(name, Causal()).peak_bytes for name in NAMES)
     said = str(refused.value).partition("the smallest needs ")[2].partition(":")[0]
     assert float(said.split()[0]) * 1e6 <= least * 1.01
 
@@ -108,8 +116,7 @@ def test_many_ranks_are_not_even_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_limit_that_one_keeps_to_gives_the_plan_that_it_gave(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = call("hgx-h100", None, everything=True)
-    least = min(needs(make(given, name), given.setting).peak_bytes for name in NAMES)
+    least = min(need(name, Causal()).peak_bytes for name in NAMES)
     limited = call("hgx-h100", 2 * least, families=("ring", "tokenring", "direct-q", "direct-kv", "ulysses"))
     plan = plan_or_forecast(limited)
     monkeypatch.setattr(select, "_all_above", lambda *given: None)

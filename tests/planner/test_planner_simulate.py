@@ -301,7 +301,7 @@ def drawn(seed: int) -> tuple[Schedule, Setting]:
     return schedule, Setting(size, asked.interconnect, machine, BOTH)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.integers(0, 10**9))
 def test_what_holds_of_every_schedule(seed: int) -> None:
     """No faster than its busiest wire or rank; every byte counted; spans tile each rank's time; the same twice."""

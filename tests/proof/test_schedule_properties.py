@@ -27,7 +27,7 @@ from tokenring.sequence.layout import Layout, contiguous, striped
 from tokenring.sequence.mask import Causal, Documents, Full, Mask, SlidingWindow
 from tokenring.sequence.workload import Workload
 
-STEADY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+STEADY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25)
 
 BASES = bases()
 
@@ -143,7 +143,7 @@ def test_what_is_built_is_proved(plan: Plan) -> None:
     assert schedule.verify() is schedule
 
 
-@settings(STEADY, max_examples=30)
+@settings(STEADY, max_examples=20)
 @given(plans(WIDE), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
 def test_programs_compute_each_pair_once_and_bring_it_home(plan: Plan, dtype: torch.dtype, early: bool) -> None:
     schedule = build(*plan)

@@ -24,14 +24,14 @@ from tokenring.sequence.layout import Layout, Positions, make_layout
 from tokenring.sequence.mask import Causal, Documents, Full, Mask, SlidingWindow
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "ranks": (1, 2, 3, 4, 5, 6, 7, 8, 16),
+    "ranks": (1, 2, 3, 4, 5, 6, 7, 8, 12),
     "named": NAMED,
     "layout": tuple(CHUNKS_A_RANK),
     "mask": MASKS,
     "pieces": (1, 2, 4),
 }
 BIG: dict[str, tuple[Any, ...]] = {
-    "ranks": (16, 64),
+    "ranks": (16, 32),
     "named": NAMED,
     "pieces": (None, 4),
     "kind": (("zigzag", "full"), ("zigzag", "causal"), ("contiguous", "full"), ("striped", "causal")),

@@ -41,7 +41,7 @@ def case_of(point: Point, layout: str, mask: str, pieces: int | None, *rest: obj
 GRID = [case_of(*row) for row in sample(points(range(2, 9)), FACTORS)]
 
 
-@pytest.mark.sampled(44)
+@pytest.mark.sampled(34)
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_exact(case: Case, ranks: RankPools) -> None:
     """fp32 within fp32's limits of float64; bf16 no worse than one process."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -30,6 +32,8 @@ from tokenring import (
     shard,
 )
 from tokenring.ir.schedule_data import PASSES
+from tokenring.lowering.backend_names import transport_target
+from tokenring.proof import verify
 from tokenring.schedule.names import make_schedule, named_schedule
 from tokenring.sequence.layout import make_layout
 
@@ -196,9 +200,28 @@ class Case:
 
 
 def run(
-    here: Here, case: Case, schedule: Schedule | Scheme | str | None, kernel: str = "auto", scale: float | None = None
-) -> Local:
-    """The case on one rank, forward and backward; schedule None: by name."""
+    here: Here, case: Case, schedule: Schedule | Scheme | str | None, kernel: str = "auto", scale: float | None = None,
+    proved: bool = False,
+) -> Local:  # fmt: skip
+    """The case on one rank, forward and backward; schedule None: by name. proved: no rank proves it once more."""
+    with unproved() if proved else nullcontext():
+        return _run(here, case, schedule, kernel, scale)
+
+
+@contextmanager
+def unproved() -> Iterator[None]:
+    """Calls take schedules, and their programs for a transport, without a proof."""
+    proofs = {name: getattr(verify, name) for name in ("verify", "verify_lowered")}
+    for name in proofs:
+        setattr(verify, name, lambda *_: None)
+    try:
+        yield
+    finally:
+        for name, proof in proofs.items():
+            setattr(verify, name, proof)
+
+
+def _run(here: Here, case: Case, schedule: Schedule | Scheme | str | None, kernel: str, scale: float | None) -> Local:
     pieces = None if schedule else case.pieces  # a schedule says itself what it moves in how many
     transport = here.transport(case.transport)
     cp = here.cp(layout=case.layout, schedule=schedule or case.name, pieces=pieces, kernel=kernel, transport=transport)
@@ -229,9 +252,12 @@ def check_bytes(case: Case, schedule: Schedule, parts: list[Local]) -> None:
 
 
 def run_on(ranks: RankPools, case: Case, kernel: str = "auto", scale: float | None = None) -> Attention:
-    """The whole result of a case; its bytes are checked on the way."""
+    """The whole result of a case; its bytes are checked on the way. What each rank would prove is proved here, once."""
     schedule = case.make_schedule()
-    parts = ranks(case.ranks)(run, case, None if case.direction is None else schedule, kernel, scale)
+    if case.direction is not None:
+        schedule.verify()
+    verify.verify_lowered(schedule, transport_target(case.transport))
+    parts = ranks(case.ranks)(run, case, None if case.direction is None else schedule, kernel, scale, True)
     check_bytes(case, schedule, parts)
     return case.whole(parts)
 

@@ -21,6 +21,7 @@ from tokenring.sequence.workload import Workload
 HEADS = ((8, 8), (6, 6), (8, 2), (8, 1), (6, 3))
 # Of all families: on five ranks there is none that there is not on three.
 SOME_RANKS = (2, 3, 4, 5, 6) if FULL_GRID else (2, 3, 4, 6)
+MOST_WITH_ALL = 4  # ranks
 OPTIONS = ("", "/late", "/keep", "/regather")
 
 
@@ -54,8 +55,8 @@ def points(ranks: Sequence[int], options: Sequence[str] = OPTIONS) -> list[Point
 
 
 def one_of_each(found: Sequence[Point]) -> list[Point]:
-    """Each name once, whatever the heads; of large worlds, without TOKENRING_FULL_GRID=1, one of each family."""
-    few = not FULL_GRID and max(point.ranks for point in found) > max(SOME_RANKS)
+    """Each name once, whatever the heads; of more than 4 ranks, without TOKENRING_FULL_GRID=1, one of each family."""
+    few = not FULL_GRID and max(point.ranks for point in found) > MOST_WITH_ALL
     return list({(point.family, point.option) if few else point.name: point for point in found}.values())
 
 

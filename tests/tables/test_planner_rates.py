@@ -66,10 +66,17 @@ class Ticking(Reference):
         self.clock.now += self.clock.call_seconds + work / self.clock.flops_per_second
 
 
+def on_clock(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """What is timed by a clock may have any content, and copies, hundreds by a clock that stands still, any size."""
+    monkeypatch.setattr(measured, "device_of", lambda _: clock)
+    monkeypatch.setattr(measured, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(torch, "randn", lambda *sizes, generator: torch.empty(*sizes))
+
+
 def test_a_table_is_what_a_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The constant rate and the cost of a call come out again."""
     clock = Clock()
-    monkeypatch.setattr(measured, "device_of", lambda _: clock)
+    on_clock(monkeypatch, clock)
     found = measured_rates(Ticking(clock), CPU, torch.float32, 64, seconds=2.0)
     assert found.call_seconds == pytest.approx(clock.call_seconds, rel=0.01)
     for samples, tflops in ((found.forward, 1e-3), (found.backward, 0.5e-3)):
@@ -96,7 +103,7 @@ class Behind(Clock):
 def test_what_launches_hide_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a call takes hardly longer than its launch, no more is claimed than longer calls show."""
     clock = Behind()
-    monkeypatch.setattr(measured, "device_of", lambda _: clock)
+    on_clock(monkeypatch, clock)
     monkeypatch.setattr(Ticking, "_pass", lambda self, flops, q, patch: clock.work(_flops(flops, q, patch) / 3e14))
     for sides in ((64, 512, 1024, 2048), measured.SIDES):  # none, and some of which take long enough
         monkeypatch.setattr(measured, "SIDES", sides)
@@ -116,7 +123,7 @@ def test_what_does_not_fit_ends_the_table(monkeypatch: pytest.MonkeyPatch) -> No
             super()._pass(flops, q, patch)
 
     clock = Clock()
-    monkeypatch.setattr(measured, "device_of", lambda _: clock)
+    on_clock(monkeypatch, clock)
     found = measured_rates(Small(clock), CPU, torch.float32, 64, seconds=2.0)
     assert [side for side, _ in found.forward] == [16, 32, 64]
 

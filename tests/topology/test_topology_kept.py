@@ -79,7 +79,7 @@ def strange(text: str, chance: random.Random) -> str:
 def test_dumps_with_figures_that_cannot_be(seed: int) -> None:
     chance, texts = random.Random(seed), [text for text in fixtures() if len(text) < 60_000]
     read_at_all = 0
-    for _ in range(150):
+    for _ in range(80):
         text = strange(chance.choice(texts), chance)
         try:
             facts = [read(text)]
@@ -87,7 +87,7 @@ def test_dumps_with_figures_that_cannot_be(seed: int) -> None:
             continue
         same_again(facts)
         read_at_all += 1
-    assert read_at_all > 40
+    assert read_at_all > 20
 
 
 P2P = """\
@@ -139,7 +139,7 @@ FACTS = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(FACTS.map(sound), min_size=1, max_size=3))
 def test_generated_facts(facts: list[Facts]) -> None:
     same_again(facts)
@@ -168,7 +168,7 @@ def matrix(devices: int) -> str:
 def test_a_thousand_gpus() -> None:
     with no_collection():  # as in the command
         assert classify(merge([read(matrix(1024))])).name == "switch"
-        facts = [read(matrix(512))]
+        facts = [read(matrix(256))]
         assert from_json(to_json(facts)) == facts
 
 

@@ -95,6 +95,13 @@ class Coverage:
 
     def add(self, start: int, stop: int) -> None:
         """Mark rows [start, stop) as covered."""
+        last = self._intervals[-1] if self._intervals else None
+        if last is None or start > last[1]:  # rows mostly come in order
+            self._intervals.append((start, stop))
+            return
+        if start >= last[0]:
+            self._intervals[-1] = (last[0], max(last[1], stop))
+            return
         merged = (start, stop)
         rest = []
         for low, high in self._intervals:

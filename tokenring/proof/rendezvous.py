@@ -121,7 +121,8 @@ class Rendezvous:
             a = moved.pop()
             found = self._first(a, key)
             met += found
-            moved += {end.rank: end for each in found for end in (each.sender, each.receiver)}.values()
+            ends = {end.rank: end for each in found for end in (each.sender, each.receiver)} if found else {}
+            moved += [end for rank, end in ends.items() if self.queues[rank, key]]
         return met
 
     def _first(self, a: Rank, key: Key) -> list[MessagePairing]:
