@@ -1,10 +1,12 @@
 """How long a job waits for its first plan, by the number of ranks: rank 0 and another are processes, with a link.
 
     python benchmarks/plan_in_job.py [--ranks 8 16 32 64 256] [--tokens 131072] [--preset hgx-h100] [--runs 1]
+        [--transport hccl] [--mask causal] [--schedules auto:direct-q,ring]
 
 Of all other ranks a stand-in answers as they would, at once. Time runs from when both processes have imported all
 until both have the plan, the schedule and their own programs of both passes: causal zigzag, 32:8 heads, forward and
-backward. Trials of kernels and verbs, memory and transports are apart. Then the same in two new processes, from the
+backward. Trials of kernels and verbs, memory and transports are apart; --transport plans over what that one, with
+its modes, can do. Then the same in two new processes, from the
 plan that the first two kept. Above what a job may have, the forecast of `tokenring plan` is timed, in one process.
 """
 
@@ -30,10 +32,11 @@ import torch  # noqa: E402
 from tokenring.backends.interfaces import AttentionKernel, Transport  # noqa: E402
 from tokenring.cli.plan.options import first_ranks, several_hosts  # noqa: E402
 from tokenring.ir.schedule_data import PASSES  # noqa: E402
+from tokenring.lowering.backend_names import TRANSPORTS, bounded, transport_target  # noqa: E402
 from tokenring.lowering.calls import anything  # noqa: E402
 from tokenring.lowering.lower import lower  # noqa: E402
-from tokenring.lowering.target import IDEAL  # noqa: E402
-from tokenring.planner.choosing.auto import CallToPlan, forecast_call  # noqa: E402
+from tokenring.lowering.target import IDEAL, Target  # noqa: E402
+from tokenring.planner.choosing.auto import CallToPlan, forecast_call, restricted  # noqa: E402
 from tokenring.planner.choosing.planner import Planner  # noqa: E402
 from tokenring.planner.interconnects.interconnect import Interconnect  # noqa: E402
 from tokenring.planner.interconnects.wiring import interconnect_of  # noqa: E402
@@ -42,7 +45,7 @@ from tokenring.planner.machines.presets import preset  # noqa: E402
 from tokenring.planner.simulation.predict import Setting  # noqa: E402
 from tokenring.schedule.size_limits import MADE_RANKS  # noqa: E402
 from tokenring.sequence.layout import make_layout  # noqa: E402
-from tokenring.sequence.mask import Causal  # noqa: E402
+from tokenring.sequence.mask import parse_mask  # noqa: E402
 from tokenring.sequence.workload import Request, Workload  # noqa: E402
 
 START = b"start"
@@ -61,8 +64,8 @@ class Figures:
 class LinkOfTwo:
     """A transport of two processes, the other ranks' words being empty."""
 
-    def __init__(self, rank: int, world_size: int, link: Connection) -> None:
-        self.rank, self.world_size, self._link, self.target = rank, world_size, link, IDEAL
+    def __init__(self, rank: int, world_size: int, link: Connection, target: Target) -> None:
+        self.rank, self.world_size, self._link, self.target = rank, world_size, link, target
 
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
         """Gather the words of both, as `Transport.exchange_text`."""
@@ -84,27 +87,33 @@ def net_of(options: argparse.Namespace, ranks: int) -> Interconnect:
     return first_ranks(interconnect_of(preset(of_many)), ranks)
 
 
+def target_of(options: argparse.Namespace) -> Target:
+    """Return what the transport can do; without a name, the target of one of which nothing is known."""
+    return IDEAL if options.transport is None else transport_target(options.transport)
+
+
 def one_rank(rank: int, ranks: int, options: argparse.Namespace, link: Connection, say: Connection) -> None:
     """Be one rank of the job."""
     torch.set_num_threads(1)
     net, size = net_of(options, ranks), Workload(1, options.tokens, options.tokens, 32, 8, 128, torch.bfloat16)
     net = replace(net, machine=machine_of_preset(options.preset, size.dtype))
-    request = Request(size, Causal(), 1.0, True, torch.device("cpu"))
+    request = Request(size, parse_mask(options.mask), 1.0, True, torch.device("cpu"))
     layout = make_layout("zigzag", ranks, options.tokens)
-    planner, transport = Planner(None, ranks, net, (), None), LinkOfTwo(rank, ranks, link)
+    planner, transport = Planner(None, ranks, net, restricted(options.schedules), None), LinkOfTwo(rank, ranks, link, target_of(options))
     link.send_bytes(START)
     link.recv_bytes()
     began, worked = time.perf_counter(), time.process_time()
-    kernel = cast(AttentionKernel, AnyKernel())
+    kernel, modes = cast(AttentionKernel, AnyKernel()), {} if options.transport is None else bounded(options.transport)
     found = planner.together(
         cast(Transport, transport), request, (layout, layout),
-        lambda: planner.plan(request, (layout, layout), kernel, transport.target),
+        lambda: planner.plan(request, (layout, layout), kernel, transport.target, modes),
     )  # fmt: skip
     for direction in PASSES:
         lower(found.schedule, rank, direction, size)
     seconds, worked = time.perf_counter() - began, time.process_time() - worked
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    say.send(Figures(seconds, worked, memory, found.name))
+    name = found.name if found.transport is None else f"{found.name} over {found.transport}"
+    say.send(Figures(seconds, worked, memory, name))
 
 
 def job(ranks: int, options: argparse.Namespace) -> list[Figures]:
@@ -131,7 +140,7 @@ def forecast_alone(ranks: int, options: argparse.Namespace, say: Connection) -> 
     layout = make_layout("zigzag", ranks, options.tokens)
     setting = Setting(size, net_of(options, ranks), machine_of_preset(options.preset, size.dtype), PASSES)
     began, worked = time.perf_counter(), time.process_time()
-    found = forecast_call(CallToPlan(setting, layout, layout, Causal()))
+    found = forecast_call(CallToPlan(setting, layout, layout, parse_mask(options.mask)))
     seconds, worked = time.perf_counter() - began, time.process_time() - worked
     say.send(Figures(seconds, worked, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, found.name))
 
@@ -160,6 +169,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 256, 1024, 4096])
     parser.add_argument("--tokens", type=int, default=131072, help="of the whole sequence")
     parser.add_argument("--preset", default="hgx-h100")
+    parser.add_argument("--transport", choices=tuple(TRANSPORTS), help="whose modes and memory count")
+    parser.add_argument("--schedules", default="auto", help="among which the planner chooses, as auto:ring,usp/2")
+    parser.add_argument("--mask", default="causal")
     parser.add_argument("--runs", type=int, default=1)
     options: Any = parser.parse_args()
     print(f"{'ranks':>6} {'what':9} {'seconds':>8} {'processor, s':>14} {'MB':>7}  schedule")

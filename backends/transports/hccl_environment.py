@@ -26,6 +26,11 @@ CROWDED = (
     f"all AI CPU cores, and what they wait for cannot begin"
 )
 
+# Our own figure: four lanes to each of 15 others, as direct schedules have on the 16 dies of an A3. That is 2.4 GB, and
+# the host makes one communicator after another (HcclGetRootInfo and HcclCommInitRootInfoConfig for each).
+ADVISED_COMMUNICATORS = 60
+MANY = f"more than {ADVISED_COMMUNICATORS} communicators on a rank take gigabytes, and long to make"
+
 
 def watchdog_seconds(environment: Mapping[str, str]) -> float:
     """Return the seconds after a message's post on the host at which torch_npu may give it up.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tokenring.lowering.program import Program, Recv, Send, Wait
 from tokenring.lowering.rounds import PostEnd, batches, distance, rounds
 from tokenring.lowering.target import Target, links
 from tokenring.proof.batches import replay_batches, replay_schedule_in_batches
-from tokenring.proof.verify import verify_lowered
+from tokenring.proof.verify import replay_batches_once, verify_lowered
 from tokenring.schedule.families import FAMILIES, variants
 from tokenring.schedule.names import make_schedule
 from tokenring.schedule.schedule import Schedule
@@ -200,3 +201,28 @@ def test_a_transport_with_batches_proves_them_once(monkeypatch: pytest.MonkeyPat
         verify_lowered(schedule, target)
         verify_lowered(schedule, target)
     assert seen == [False, True]
+
+
+def test_batches_are_proved_for_more_ranks_than_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int]] = []
+    batches_of, others_of = "tokenring.proof.batches.replay_schedule_in_batches", "tokenring.proof.verify.replay_once"
+    monkeypatch.setattr(batches_of, lambda made, pairs: seen.append(("batches", made.world_size)))
+    monkeypatch.setattr(others_of, lambda made, targets: seen.append(("bundles", made.world_size)))
+    for ranks in (16, 17, 32, 33):
+        verify_lowered(made("ring", ranks), replace(STRICT, batching=True, bundle_bytes=8))
+    assert seen == [("bundles", 16), ("batches", 16), ("batches", 17), ("batches", 32)]
+
+
+def test_a_mutant_of_twenty_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what a transport asks for before the first call."""
+    schedule, target = made("ring", 20), replace(STRICT, batching=True)
+    verify_lowered(schedule, target)
+    replay_batches_once.cache_clear()
+
+    def wrong(given: Schedule, rank: int, *more: Any) -> Program:
+        found = lower(given, rank, *more)
+        return sends_of_two_rounds(found) if rank == 7 else found
+
+    monkeypatch.setattr("tokenring.proof.batches.lower", wrong)
+    with pytest.raises(ScheduleError, match=r"meets|deadlock|before the batch begins"):
+        verify_lowered(schedule, target)

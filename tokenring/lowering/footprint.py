@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from tokenring.ir.schedule_data import ATTENTION, PASSES, Kind, Pass, ScheduleData, TileOperator
+from tokenring.ir.schedule_data import (
+    ATTENTION,
+    PARTIALS,
+    PASSES,
+    REQUEST_OF,
+    REQUESTS,
+    Kind,
+    Pass,
+    ScheduleData,
+    TileOperator,
+)
 from tokenring.lowering.calls import Supports
 from tokenring.lowering.lower import lower
 from tokenring.lowering.mailboxes import lay
@@ -49,13 +59,28 @@ FLOPS_PER_PAIR = {each: flops_per_pair(each, 1, 1) for each in PASSES}  # and el
 
 def link_bytes(schedule: ScheduleData, workload: Workload, direction: Pass = "forward") -> dict[tuple[int, int], int]:
     """Return the payload bytes of each (source, destination) that carries any in this pass."""
+    links: dict[tuple[int, int], int] = defaultdict(int)
+    for src, dst, _, nbytes in _bytes_of_kinds(schedule, workload, direction):
+        links[src, dst] += nbytes
+    return dict(sorted(links.items()))
+
+
+def channel_bytes(schedule: ScheduleData, workload: Workload, direction: Pass = "forward") -> dict[Link, int]:
+    """Return the payload bytes of each link, by channel, that carries any in this pass."""
+    found: dict[Link, int] = defaultdict(int)
+    for src, dst, kind, nbytes in _bytes_of_kinds(schedule, workload, direction):
+        found[src, dst, PARTIALS if kind in REQUEST_OF else REQUESTS] += nbytes
+    return found
+
+
+def _bytes_of_kinds(
+    schedule: ScheduleData, workload: Workload, direction: Pass
+) -> Iterator[tuple[int, int, Kind, int]]:  # fmt: skip
     records = Records(schedule, workload, direction)
     rows = _even_rows(schedule, direction) or _moved_rows(schedule, direction)
-    links: dict[tuple[int, int], int] = defaultdict(int)
     of_row = {key: records(*key).nbytes for key in {each[2:] for each in rows}}
     for (src, dst, kind, precise), count in rows.items():
-        links[src, dst] += count * of_row[kind, precise]
-    return dict(sorted(links.items()))
+        yield src, dst, kind, count * of_row[kind, precise]
 
 
 def _moved_rows(schedule: ScheduleData, direction: Pass) -> dict[tuple[int, int, Kind, bool], int]:
@@ -99,13 +124,23 @@ def connections(some: Iterable[Link], target: Target, rank: int) -> int:
     return len(found)
 
 
+def connections_by_rank(some: Iterable[Link], target: Target, world_size: int) -> list[int]:
+    """Return how many `connections` each rank has, in one go over the links of all."""
+    if target.batching:
+        return [connections(some, target, 0)] * world_size
+    found: list[set[tuple[int, str, bool]]] = [set() for _ in range(world_size)]
+    for src, dst, channel in some:
+        lane, up = channel if target.channels > 1 else "", not target.pair_serial and src < dst
+        found[src].add((dst, lane, up))
+        found[dst].add((src, lane, up))
+    return [len(each) for each in found]
+
+
 def most_connected(schedule: ScheduleData, target: Target, passes: Iterable[Pass] = PASSES) -> int:
     """Return the number of connections of the rank that has most: of pairs, and of more ranks."""
     used = contacts(schedule, target, passes)
-    return max(
-        connections(used.links, target, rank) + sum(rank in ranks for ranks in used.groups)
-        for rank in range(schedule.world_size)
-    )
+    made = connections_by_rank(used.links, target, schedule.world_size)
+    return max(made[rank] + sum(rank in ranks for ranks in used.groups) for rank in range(schedule.world_size))
 
 
 class HeldBytes(NamedTuple):

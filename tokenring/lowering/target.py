@@ -34,8 +34,9 @@ class Target:
     channel. connection_bytes: device memory that a connection of two ranks takes at each of them, beside the pool:
     one for each channel (if there are several), and for each direction unless they share a queue. group_bytes: what a
     connection of all ranks of an exchange takes at each of them. most_connections: how many a rank may have in all,
-    None without a limit; why_few_connections says whose it is. mailboxes: messages go by way of boxes beside the pool
-    (`lowering.mailboxes`), which take device memory at every rank. batching: messages move in batches
+    None without a limit; advised_connections: how many it should have where fewer will do, which refuses nothing, None
+    where any number will; why_few_connections says whose limit or advice it is. mailboxes: messages go by way of boxes
+    beside the pool (`lowering.mailboxes`), which take device memory at every rank. batching: messages move in batches
     (`lowering.rounds`) over one connection of all ranks for each channel; one_pair: of one send and one receive each.
 
     Read by the runtime, which calls the methods of `backends.interfaces.Transport` that they stand for:
@@ -58,6 +59,7 @@ class Target:
     connection_bytes: int = 0
     group_bytes: int = 0
     most_connections: int | None = None
+    advised_connections: int | None = None
     why_few_connections: str = ""
     mailboxes: bool = False
     batching: bool = False

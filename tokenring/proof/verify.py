@@ -20,6 +20,7 @@ from tokenring.lowering.target import Target, beyond
 from tokenring.proof.wellformed import check_form
 
 REPLAY_LIMIT = 16  # ranks up to which verify() also replays the lowered programs
+BATCHES_LIMIT = 32  # the same of batches, for which `auto` leaves pairs beyond 16 ranks, and which take less to replay
 
 
 def verify(schedule: ScheduleData) -> None:
@@ -39,12 +40,13 @@ def verify(schedule: ScheduleData) -> None:
 
 
 def verify_lowered(schedule: ScheduleData, target: Target) -> None:
-    """Replay, once, the programs for such a target that `verify` has not, for up to 16 ranks. Raises ScheduleError."""
-    if schedule.world_size > REPLAY_LIMIT:
-        return
-    if others := beyond(target):
+    """Replay, once, the programs for such a target that `verify` has not. Raises ScheduleError.
+
+    For up to 16 ranks; messages in batches for up to 32.
+    """
+    if schedule.world_size <= REPLAY_LIMIT and (others := beyond(target)):
         replay_once(schedule, tuple(others))
-    if target.batching:
+    if target.batching and schedule.world_size <= BATCHES_LIMIT:
         replay_batches_once(schedule, target.one_pair)
 
 

@@ -68,9 +68,13 @@ class CallToPlan:
     modes: Mapping[str, Target] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
 
+    def over(self, setting: Setting) -> CallToPlan:
+        """Return the call in its own setting, or in that of a mode, which has no modes itself."""
+        return self if setting is self.setting else replace(self, setting=setting, modes={})
+
     def in_mode(self, name: str | None) -> CallToPlan:
         """Return the call over one of the modes; None: as it is."""
-        return self if name is None else replace(self, setting=over(self.setting, self.modes[name]), modes={})
+        return self if name is None else self.over(over(self.setting, self.modes[name]))
 
 
 def plan_call(call: CallToPlan) -> Plan:
@@ -80,7 +84,7 @@ def plan_call(call: CallToPlan) -> Plan:
     tile kept for last. The same input gives the same plan, everywhere.
     """
     with no_collection():  # a quarter of the time; what is made lives to the end
-        return within_limit(lambda setting: _plan(replace(call, setting=setting)), *_limited(call))
+        return within_limit(lambda setting: _plan(call.over(setting)), *_limited(call))
 
 
 def with_simulated(call: CallToPlan, plan: Plan, count: int) -> Plan:
@@ -92,6 +96,8 @@ def with_simulated(call: CallToPlan, plan: Plan, count: int) -> Plan:
     if is_large(net, EXACT_RANKS):
         with no_collection():
             nearly = _forecast(call)
+        if plan.name != nearly.name:  # which was chosen for another reason than its time
+            return plan
         reason = nearly.reason if plan.transport is None else plan.reason
         return replace(plan, reason=reason, candidates=nearly.candidates)
     known = [each.name for each in plan.candidates if each.predicted_seconds is not None]
@@ -118,11 +124,17 @@ def _plan(call: CallToPlan) -> Plan:
         check_made(setting.interconnect, "schedule='auto'", IN_A_JOB)
         found = _forecast(call, fastest_alone=True)
         made = make_in_parts(call, found.name, order_of(setting.interconnect))
-        return Plan(made, found.workload, found.reason, found.candidates)
+        return Plan(made, found.workload, found.reason, found.candidates, found.transport)
     _check_simulated(setting.interconnect)
     _check_one_row(call)
     first = _first_round(call)
-    return decide(_refined(call, first), setting, call_bound(call), limit)
+    judged = _refined(call, first)
+    plan = decide(judged, setting, call_bound(call), limit)
+    if not call.modes:
+        return plan
+    from tokenring.planner.choosing.few_connections import plan_in_few
+
+    return plan_in_few(plan, judged, setting, limit, call.modes)
 
 
 def _refined(call: CallToPlan, first: Judgement) -> Judgement:
@@ -251,11 +263,17 @@ def plan_or_forecast(call: CallToPlan) -> Plan | Forecast:
 def forecast_call(call: CallToPlan) -> Forecast:
     """Return the forecast for a world of many equal hosts, without making a schedule. Raises ConfigurationError."""
     with no_collection():
-        return within_limit(lambda setting: _forecast(replace(call, setting=setting)), *_limited(call))
+        return within_limit(lambda setting: _forecast(call.over(setting)), *_limited(call))
 
 
 def _forecast(call: CallToPlan, fastest_alone: bool = False) -> Forecast:
-    return forecast(first_names(call), _task(call), call_bound(call), call.memory_limit_bytes, fastest_alone)
+    task, limit = _task(call), call.memory_limit_bytes
+    found = forecast(first_names(call), task, call_bound(call), limit, fastest_alone)
+    if not call.modes:
+        return found
+    from tokenring.planner.choosing.few_connections import forecast_in_few
+
+    return forecast_in_few(found, task, limit, call.modes)
 
 
 def _task(call: CallToPlan) -> Task:

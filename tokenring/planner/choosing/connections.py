@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -12,6 +13,7 @@ from tokenring.lowering.backend_names import transport_target
 
 if TYPE_CHECKING:
     from tokenring.launch.groups import Held
+    from tokenring.lowering.target import Target
     from tokenring.planner.choosing.plan import Plan
     from tokenring.schedule.schedule import GivenSchedule
 
@@ -21,8 +23,9 @@ P = TypeVar("P", "Plan", "GivenSchedule")
 def within_connections(plan: P, asked: object, group: Held | None, device: torch.device) -> P:
     """Return a plan that was not chosen here, over the first mode of transport "auto" in which it keeps to a limit.
 
-    The plan itself where there is no limit, where it keeps to it anyway, and where it does so in no mode: then the
-    transport refuses it. asked: for which transport.
+    The plan itself where it keeps to it anyway, and where it does so in no mode: then the transport refuses it. Where
+    there is no limit, so it is kept to what the transport advises, if that takes no more memory; nothing is refused.
+    asked: for which transport.
     """
     modes = modes_of(asked, group, device)
     if not modes or group is None:
@@ -30,10 +33,17 @@ def within_connections(plan: P, asked: object, group: Held | None, device: torch
     from tokenring.lowering.footprint import most_connected
 
     target = transport_target(automatic(group, device))
-    most = target.most_connections
-    if most is None or most_connected(plan.schedule, target) <= most:
+    advised = target.most_connections is None
+    most = target.advised_connections if advised else target.most_connections
+    if most is None or (many := most_connected(plan.schedule, target)) <= most:
         return plan
-    mode = next((name for name, each in modes.items() if most_connected(plan.schedule, each) <= most), None)
+    most_bytes = many * target.connection_bytes if advised else math.inf
+
+    def fits(mode: Target) -> bool:
+        count = most_connected(plan.schedule, mode)
+        return count <= most and count * mode.connection_bytes <= most_bytes
+
+    mode = next((name for name, each in modes.items() if fits(each)), None)
     if mode is None:
         return plan
     return replace(plan, transport=mode, reason=f"{plan.reason}; over transport {mode!r}: {target.why_few_connections}")

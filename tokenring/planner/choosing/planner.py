@@ -19,6 +19,7 @@ from tokenring.gc_pause import no_collection
 from tokenring.ir.schedule_data import Pass
 from tokenring.launch.background import Background
 from tokenring.launch.groups import held
+from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.target import IDEAL
 from tokenring.planner.choosing.auto import CallToPlan, order_of
 from tokenring.planner.choosing.candidates import Candidate
@@ -189,7 +190,8 @@ class Planner:
     def _heard(self, transport: Transport, request: Request, plan: Callable[[], Plan]) -> bytes:
         """Return what rank 0 says of its plan, on every rank."""
         self._look_together(transport, request.device)
-        told = None if transport.rank != 0 else Background(lambda: self._said(request, plan))
+        most = transport.target.most_connections
+        told = None if transport.rank != 0 else Background(lambda: self._said(request, plan, most))
         asked = 0
         while True:
             word = b"" if told is None else self._so_far(told, transport)
@@ -223,15 +225,25 @@ class Planner:
             found = Topology.probe(self.group, device, timeout_seconds=self._probe_seconds)
             self._seen[device] = self._seen_in(found)
 
-    def _said(self, request: Request, plan: Callable[[], Plan]) -> bytes:
+    def _said(self, request: Request, plan: Callable[[], Plan], most_connections: int | None) -> bytes:
         """Return the plan, or why there is none, as the bytes that are sent to the other ranks."""
         try:
             found, net = plan(), self.look(request.device, request.workload.dtype)[0]
-            word = self.word(found, order_of(net), serves=self.memory_limit_bytes is None)
+            word = self.word(found, order_of(net), self._serves(found, most_connections))
             self._own = found
             return word
         except TokenRingError as error:
             return json.dumps({REFUSAL: str(error)}).encode()
+
+    def _serves(self, plan: Plan, most_connections: int | None) -> bool:
+        """Return whether other packs of the same shape may take the plan: not where they may be beyond a limit.
+
+        A mode that was taken to keep to advice serves them: nothing is refused where another pack has more connections.
+        So does one of batches, which has as many whatever is sent.
+        """
+        if self.memory_limit_bytes is not None:
+            return False
+        return plan.transport is None or most_connections is None or transport_target(plan.transport).batching
 
     @staticmethod
     def _so_far(told: Background[bytes], transport: Transport) -> bytes:
@@ -251,7 +263,7 @@ class Planner:
         LOG.info("schedule auto: %s", plan.reason)
         candidates = [asdict(each) for each in plan.candidates]
         said = {"name": plan.name, "order": order, "reason": plan.reason, "candidates": candidates}
-        return json.dumps(said | {"transport": plan.transport, SERVES: serves and plan.transport is None}).encode()
+        return json.dumps(said | {"transport": plan.transport, SERVES: serves}).encode()
 
     @staticmethod
     def understood(said: bytes, request: Request, layouts: tuple[Layout, Layout]) -> Plan:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tokenring.ir.schedule_data import Pass, ScheduleData
 from tokenring.lowering.calls import Supports, anything, calls_of_rank
-from tokenring.lowering.footprint import Pools, held, kept_bytes, link_bytes
+from tokenring.lowering.footprint import Pools, connections_by_rank, held, kept_bytes, link_bytes
 from tokenring.lowering.lower import agenda_of, lower_agenda
 from tokenring.lowering.program import Program
 from tokenring.lowering.storage import Storage, storage_of
-from tokenring.lowering.target import IDEAL, Target, contacts
+from tokenring.lowering.target import IDEAL, Contacts, Target, contacts
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.simulation.chained import chained_seconds
 from tokenring.planner.simulation.operations import Compute, Costs, Operation, alone_seconds, busy_seconds
@@ -64,6 +65,7 @@ class Prediction:
     exposed_seconds: what the passes take beyond the busiest rank's own work. wires: what binds their transfers.
     peak_bytes: buffers, what forward keeps for backward, and connections, of the rank that needs most in all.
     connections: of the rank that has most, which take connection_bytes of device memory (0 where they take none).
+    kept: the passes, to be simulated again over other queues, where more connections are made than are advised.
     """
 
     seconds: float
@@ -74,6 +76,7 @@ class Prediction:
     connections: int = 0
     connection_bytes: int = 0
     outcomes: tuple[Outcome, ...] = ()
+    kept: tuple[_PassToSimulate, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -267,10 +270,31 @@ def predict_within(
         if spare_seconds < 0:  # nothing is simulated of what all passes rule out together
             return None
     passes.reverse()
+    used, advised = contacts(schedule, setting.target, setting.passes), setting.target.advised_connections
+    keep = advised is not None and max(connections_by_rank(used.links, setting.target, schedule.world_size)) > advised
+    wires = busiest(schedule, setting) if wires is None else wires
+    return _added_up(passes, used, wires, spare_seconds, record, keep)
+
+
+def predict_over(found: Prediction, schedule: ScheduleData, setting: Setting, most_seconds: float) -> Prediction | None:
+    """Predict what was predicted and kept, now over other queues; None where it takes longer than `most_seconds`.
+
+    setting: the same, over a transport for which programs are the same.
+    """
+    passes = [one.over(setting) for one in found.kept]
+    spare_seconds = most_seconds - sum(one.least_seconds for one in passes)
+    used = contacts(schedule, setting.target, setting.passes)
+    return _added_up(passes, used, found.wires, spare_seconds, record=False, keep=False)
+
+
+def _added_up(
+    passes: Sequence[_PassToSimulate], used: Contacts, wires: Busiest, spare_seconds: float, record: bool, keep: bool
+) -> Prediction | None:
+    """Return the passes simulated, one after another; None where they need longer than they may."""
     made = []
     for one in passes:
         try:
-            made.append(one.simulated(spare_seconds + one.least_seconds, record))
+            made.append(one.simulated(spare_seconds + one.least_seconds, record, keep))
         except TakesLonger:
             return None
         spare_seconds -= made[-1][0].seconds - one.least_seconds
@@ -279,14 +303,15 @@ def predict_within(
         sum(outcome.seconds for outcome, _, _ in made),
         sum(kernels for _, kernels, _ in made),
         sum(outcome.exposed_seconds for outcome, _, _ in made),
-        busiest(schedule, setting) if wires is None else wires,
-        *held(contacts(schedule, setting.target, setting.passes), setting.target, pools),
+        wires,
+        *held(used, passes[0].setting.target, pools),
         tuple(outcome for outcome, _, _ in made) if record else (),
+        tuple(passes) if keep else (),
     )
 
 
 class _PassToSimulate:
-    """One pass of a schedule, lowered for all ranks: what it takes at least, and simulated, once, what it takes."""
+    """One pass of a schedule, lowered for all ranks: what it takes at least, and simulated what it takes."""
 
     def __init__(
         self, schedule: ScheduleData, setting: Setting, direction: Pass, least_seconds: float, limited: bool
@@ -301,7 +326,13 @@ class _PassToSimulate:
         chained = _chained(dict(enumerate(self.programs)), setting) if limited else 0.0
         self.least_seconds = max(least_seconds, chained)
 
-    def simulated(self, most_seconds: float, record: bool) -> tuple[Outcome, float, list[int]]:
+    def over(self, setting: Setting) -> _PassToSimulate:
+        """Return the pass, simulated or not, in another setting in which the programs are the same."""
+        other = copy(self)
+        other.setting = setting
+        return other
+
+    def simulated(self, most_seconds: float, record: bool, keep: bool) -> tuple[Outcome, float, list[int]]:
         """Return the outcome, what kernels take at least, and what each rank holds. Raises TakesLonger."""
         machine, programs = self.setting.machine, self.programs
         kernels = machine.kernel_seconds([kernel_seconds_of(program) for program in programs])
@@ -311,7 +342,8 @@ class _PassToSimulate:
             cores=machine.shared_cores, sharing_seconds=window, kernels_share=machine.kernels_share,
             start_seconds=machine.start_seconds, most_seconds=most_seconds,
         )  # fmt: skip
-        self.programs = []  # simulated once, and large
+        if not keep:
+            self.programs = []  # large
         return outcome, kernels, self.pools.nbytes()
 
 
