@@ -52,7 +52,7 @@ def cases(family: str, count: int) -> list[tuple[str, Workload, Layout, Mask, li
         order, mask = random.choice([None, random.sample(range(ranks), ranks)]), random.choice([Full(), Causal()])
         size = workload(layout, HEADS.get(family, (8, 8)))
         try:
-            made = schedule_in_parts(name, size, layout, layout, mask, order)
+            made = schedule_in_parts(name, size, layout, layout, mask, order=order)
         except ConfigurationError:  # it does not fit so many ranks, tokens or heads
             continue
         if in_parts(made):
@@ -69,7 +69,7 @@ def test_programs_of_every_family(family: str) -> None:
     for name, size, layout, mask, order in some:
         whole = named_schedule(name, size, layout, layout, mask, order=order)
         for rank in {0, 1, layout.world_size - 1}:
-            part = schedule_in_parts(name, size, layout, layout, mask, order)
+            part = schedule_in_parts(name, size, layout, layout, mask, order=order)
             for direction, target in zip(PASSES, APART, strict=True):
                 mine = lower(part, rank, direction, size, target)
                 assert mine == lower(whole, rank, direction, size, target), (name, layout.name, mask, order, rank)

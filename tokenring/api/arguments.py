@@ -23,6 +23,7 @@ NEEDS_MASK = (
 )
 LEAST_SECONDS = 0.001  # below, Gloo takes it for no limit at all
 MOST_SECONDS = 1e9  # above, clocks overflow
+WHOLE_RANKS = 16  # up to which all of a named schedule takes no longer to make than a rank's part (measured)
 
 
 def check_schedule_name(name: object) -> None:
@@ -146,9 +147,11 @@ def not_chosen(
         from tokenring.api.given_schedules import given_schedule
 
         return given_schedule(asked, request, layouts, codecs)
-    from tokenring.schedule.names import named_schedule
+    from tokenring.schedule.names import named_schedule, schedule_in_parts
 
-    named = named_schedule(asked, request.workload, *layouts, request.mask, pieces)
+    in_parts = layouts[0].world_size > WHOLE_RANKS and not codecs
+    make = schedule_in_parts if in_parts else named_schedule
+    named = make(asked, request.workload, *layouts, request.mask, pieces)
     if codecs:
         from tokenring.ir.wire_formats import encoded
         from tokenring.proof.encodings import check_codecs

@@ -22,7 +22,7 @@ from tokenring.schedule.families.change import arranged
 from tokenring.schedule.families.registry import FAMILIES, OURS, SMALL_TILE_TOKENS, Named, check_fit, check_heads, parse
 from tokenring.schedule.routes import Gather, stay
 from tokenring.schedule.schedule import Schedule
-from tokenring.schedule.scheme import WHOLE_UNITS, Pair, Scheme, build, nothing_moves_yet, origin_of, units
+from tokenring.schedule.scheme import WHOLE_UNITS, Pair, Ranks, Scheme, build, nothing_moves_yet, origin_of, units
 from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask import Mask
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from tokenring.schedule.own_part import OwnParts
     from tokenring.sequence.workload import Workload
 
-Ranks = dict[tuple[int, int, int], set[int]]  # that read a unit, by chunk, head group and piece
 SCHEMES: dict[str, Callable[..., Scheme]] = {
     "ring": ring,
     "tokenring": tokenring,
@@ -158,13 +157,14 @@ def named_schedule(
 
 
 def schedule_in_parts(
-    name: str, workload: Workload, q_layout: Layout, kv_layout: Layout, mask: Mask,
+    name: str, workload: Workload, q_layout: Layout, kv_layout: Layout, mask: Mask, pieces: int | None = None,
     order: Sequence[int] | None = None,
 ) -> Schedule:  # fmt: skip
     """Return the schedule of `named_schedule`; where possible its tiles and moves are made when asked for."""
     from tokenring.schedule.own_part import halves_in_pieces
 
-    pieces = default_pieces(name, workload, q_layout, kv_layout)
+    if pieces is None:
+        pieces = default_pieces(name, workload, q_layout, kv_layout)
     schemes = _schemes(name, q_layout, kv_layout, None, pieces, order) if _goes_by_owner(name, mask) else []
     if not schemes or any(map(halves_in_pieces, schemes)):
         return named_schedule(name, workload, q_layout, kv_layout, mask, pieces, order)
@@ -181,8 +181,11 @@ def _parts_that_move_least(schemes: Sequence[Scheme], q_layout: Layout, kv_layou
     """Return the parts of the scheme whose requests carry fewest tokens times hops, of equals the first."""
     from tokenring.schedule.own_part import OwnParts
 
+    least = schemes[0] if len(schemes) == 1 else moves_least(schemes, q_layout, kv_layout, mask)
+    if least is not None:
+        return OwnParts(least, q_layout, kv_layout, mask)
     some = [OwnParts(each, q_layout, kv_layout, mask) for each in schemes]
-    return some[0] if len(some) == 1 else min(some, key=OwnParts.requested_tokens)
+    return min(some, key=lambda each: _requested_tokens(each.empty, each.scheme, each.readers()))
 
 
 # ---------- which of two mirror images moves less, by their routes alone: the schedules take far longer to make
@@ -196,18 +199,22 @@ def moves_least(schemes: Sequence[Scheme], q_layout: Layout, kv_layout: Layout, 
     told = all(each.placed_by_q and each.place_for is None for each in schemes)
     if not told or mask not in WHOLE_UNITS:
         return None
-    return min(schemes, key=lambda each: _requested_tokens(each, q_layout, kv_layout, mask))
+
+    def tokens(scheme: Scheme) -> int:
+        schedule = nothing_moves_yet(scheme, q_layout, kv_layout, mask)
+        return _requested_tokens(schedule, scheme, _readers(schedule, scheme))
+
+    return min(schemes, key=tokens)
 
 
-def _requested_tokens(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> int:
-    """Return tokens times hops of all requests in what `build` would make."""
-    schedule = nothing_moves_yet(scheme, q_layout, kv_layout, mask)
-    by_q, by_kv = _readers(schedule, scheme)
+def _requested_tokens(schedule: Schedule, scheme: Scheme, readers: tuple[Ranks, Ranks]) -> int:
+    """Return tokens times hops of all requests in what `build` would make, where these ranks read q and kv."""
+    by_q, by_kv = readers
     return _tokens(schedule, "q", scheme.gather_q, by_q) + _tokens(schedule, "kv", scheme.gather_kv, by_kv)
 
 
 def _readers(schedule: Schedule, scheme: Scheme) -> tuple[Ranks, Ranks]:
-    """Return the ranks whose tiles read each unit of q, and of kv, and see or show something."""
+    """Return the ranks whose tiles read each unit of q, and of kv, and see or show something; placed by their q."""
     sees, pieces = sight_of(schedule), range(scheme.kv_pieces)
     by_q: Ranks = defaultdict(set)
     shown: dict[tuple[int, int], set[int]] = defaultdict(set)  # units of kv, by rank and head group

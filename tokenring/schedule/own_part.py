@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from tokenring.ir.passes import keep_for_last, move_order, order, sight_of, tile_order
 from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, ScheduleData, Tile
-from tokenring.schedule.routes import Gather, Hop, Makers, Origin, Return, return_direct, stay
+from tokenring.schedule.routes import Gather, Hop, Makers, Origin, Return, return_direct
 from tokenring.schedule.scheme import (
     Groups,
     Pair,
+    Ranks,
     Rows,
     Scheme,
     build,
@@ -295,15 +296,15 @@ class OwnParts:
                         received.add(hop.dst)
                     yield block, hop
 
-    def requested_tokens(self) -> int:
-        """Return the tokens times hops of all requests."""
-        total = 0
-        for side in (self._q, self._kv):
-            for key, blocks in side.blocks.items():
-                needed = self._needed(side, key, side.hops(key)) if side.gather is not stay else ()
-                hops = Counter(block for block, _ in needed)
-                total += sum(hops[block] * self.empty.rows(block) for block in blocks)
-        return total
+    def readers(self) -> tuple[Ranks, Ranks]:
+        """Return the ranks whose tiles read each unit of q, and of kv, and see or show something."""
+        by_q: Ranks = defaultdict(set)
+        by_kv: Ranks = defaultdict(set)
+        for side, pieces, found in ((self._q, self.scheme.q_pieces, by_q), (self._kv, self.scheme.kv_pieces, by_kv)):
+            for rank in range(self.empty.world_size):
+                for unit, heads in self._used(rank)[side.kind]:
+                    found[unit // pieces, heads, unit % pieces].add(rank)
+        return by_q, by_kv
 
     def moves_by_pair(self) -> Counter[tuple[int, int, Kind]]:
         """Return the number of moves of all ranks, as `ScheduleData.moves_by_pair`."""

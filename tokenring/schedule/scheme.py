@@ -134,6 +134,7 @@ def nothing_moves_yet(scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask:
     )  # fmt: skip
 
 
+Ranks = dict[tuple[int, int, int], set[int]]  # that read a unit, by chunk, head group and piece
 Routes = dict[Block, tuple[Hop, ...]]
 
 

@@ -1,0 +1,85 @@
+"""Schedules that a call names: many ranks make their own part alone; programs and refusals are those of the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tokenring as tr
+from tokenring.api.arguments import WHOLE_RANKS, not_chosen
+from tokenring.errors import TokenRingError
+from tokenring.ir.schedule_data import PASSES
+from tokenring.lowering.lower import lower
+from tokenring.lowering.target import APART, contacts
+from tokenring.schedule.names import named_schedule
+from tokenring.schedule.schedule import Schedule
+from tokenring.sequence.layout import Layout, make_layout
+from tokenring.sequence.workload import Request, Workload
+
+RANKS = 18
+
+
+def asked(
+    name: str, ranks: int = RANKS, layout: str = "zigzag", mask: tr.Mask | None = None, pieces: int | None = None,
+    wire: str | None = None, length: int = 64, heads: int = 18,
+) -> tuple[Schedule, Request, Layout]:  # fmt: skip
+    made = make_layout(layout, ranks, ranks * length)
+    size = Workload(1, made.length, made.length, heads, heads, 32, torch.bfloat16)
+    request = Request(size, tr.Causal() if mask is None else mask, 1.0, True, torch.device("cpu"))
+    return not_chosen(name, request, (made, made), pieces, wire).schedule, request, made
+
+
+def in_parts(schedule: Schedule) -> bool:
+    return "_parts" in vars(schedule)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "pieces"),
+    [
+        ("ring", "contiguous", None), ("tokenring", "contiguous", None), ("tokenring", "striped", None),
+        ("usp/2", "zigzag", None), ("usp/9", "zigzag", None), ("ulysses", "zigzag", None), ("direct-kv", "zigzag", 2),
+        ("double-ring/3", "zigzag", None), ("ring/late", "contiguous", None), ("mesh-q/6x3/keep", "zigzag", None),
+    ],
+)  # fmt: skip
+def test_programs_are_those_of_the_whole(name: str, layout: str, pieces: int | None) -> None:
+    for rank in (0, 5, RANKS - 1):
+        found, request, made = asked(name, layout=layout, pieces=pieces)
+        whole = named_schedule(name, request.workload, made, made, request.mask, pieces)
+        for direction, target in zip(PASSES, APART, strict=True):
+            mine = lower(found, rank, direction, request.workload, target)
+            assert mine == lower(whole, rank, direction, request.workload, target)
+            assert contacts(found, target, (direction,)) == contacts(whole, target, (direction,))
+        assert in_parts(found) and found.name == whole.name
+        assert found == whole
+
+
+def test_few_ranks_make_all_of_it() -> None:
+    """Which takes no longer, and needs no code for parts."""
+    assert not in_parts(asked("ring", WHOLE_RANKS)[0]) and in_parts(asked("ring", WHOLE_RANKS + 1)[0])
+
+
+def test_where_parts_are_not_known_the_whole_is_made() -> None:
+    assert not in_parts(asked("ring", mask=tr.SlidingWindow(8))[0])
+    assert not in_parts(asked("ring/late/pieces2")[0])
+    found = asked("ring", wire="mxfp8")[0]
+    assert not in_parts(found) and found.codecs
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces", "heads", "says"),
+    [
+        ("ulysses", None, 8, "8 query heads over 8 kv heads do not split into 18 equal head groups"),
+        ("direct-kv", 7, 18, "7 pieces do not divide chunks of 32 tokens"),
+        ("usp/4", None, 18, "4"),
+        ("no-such", None, 18, "unknown schedule 'no-such'"),
+        ("ring/pieces5", None, 18, "5 pieces do not divide chunks"),
+    ],
+)
+def test_refusals_are_the_same(name: str, pieces: int | None, heads: int, says: str) -> None:
+    with pytest.raises(TokenRingError) as caught:
+        asked(name, pieces=pieces, heads=heads)
+    made = make_layout("zigzag", RANKS, RANKS * 64)
+    size = Workload(1, made.length, made.length, heads, heads, 32, torch.bfloat16)
+    with pytest.raises(type(caught.value)) as whole:
+        named_schedule(name, size, made, made, tr.Causal(), pieces)
+    assert str(caught.value) == str(whole.value) and says in str(caught.value)
