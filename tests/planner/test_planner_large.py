@@ -123,7 +123,7 @@ def test_nothing_can_be_planned() -> None:
 def test_what_a_job_would_have_to_make_is_refused(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is reckoned or made; 256 ranks are not too many."""
     asked: list[str] = []
-    found = SimpleNamespace(name="ring", workload=None, reason="", candidates=())
+    found = SimpleNamespace(name="ring", workload=None, reason="", candidates=(), transport=None)
 
     def forecast(call: object, **_: object) -> SimpleNamespace:
         asked.append("forecast")

@@ -157,7 +157,7 @@ class Schedule(ir.ScheduleData):
 class GivenSchedule:
     """The schedule of a call that was asked for, where nothing was planned; and why it is this one.
 
-    transport: the mode of the transport in which it keeps to a limit; None: as it is.
+    transport: the mode of the transport in which it keeps to a limit, or to few connections; None: as it is.
     """
 
     schedule: Schedule
