@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,13 +65,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Every worker of pytest-xdist is told of one fork server."""
+    """Every worker of pytest-xdist is told of one fork server, and of one warm Python of each kind."""
     node.workerinput["fork_server"] = _fork_server()
+    node.workerinput["warm"] = _warm_pythons(node.config)
 
 
 @cache
 def _fork_server() -> fork_server.Given | None:
     return fork_server.start(PRELOADED)
+
+
+@cache
+def _warm_pythons(config: pytest.Config) -> tuple[str, str]:
+    """Start one, and one in which torch is still to be imported: they end with this session."""
+    started = ExitStack()
+    config.add_cleanup(started.close)
+    return started.enter_context(warm_python()), started.enter_context(warm_python(bare=True))
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is deselected by markers is
@@ -154,17 +164,24 @@ def npus() -> Iterator[NpuPools]:
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[str]:
+def warm(pytestconfig: pytest.Config) -> Iterator[str]:
     """A Python that has torch already."""
-    with warm_python() as python:
-        yield python
+    yield from _warm(pytestconfig, bare=False)
 
 
 @pytest.fixture(scope="session")
-def warm_torch() -> Iterator[str]:
+def warm_torch(pytestconfig: pytest.Config) -> Iterator[str]:
     """One in which `import torch` takes no time, and loads what is installed for it as it always does."""
-    with warm_python(bare=True) as python:
-        yield python
+    yield from _warm(pytestconfig, bare=True)
+
+
+def _warm(config: pytest.Config, bare: bool) -> Iterator[str]:
+    """Yield what all workers share; where there are none, one of this session."""
+    if shared := getattr(config, "workerinput", {}).get("warm"):
+        yield shared[bare]
+    else:
+        with warm_python(bare) as python:
+            yield python
 
 
 @pytest.fixture

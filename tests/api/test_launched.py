@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -75,11 +74,11 @@ except tr.ConfigurationError as error:
 
 
 @pytest.mark.slow
-def test_torchrun(tmp_path: Path) -> None:
+def test_torchrun(tmp_path: Path, warm: str) -> None:
     """With the variables that it really sets."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [warm, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
     made = subprocess.run(
         command, capture_output=True, text=True, timeout=110, check=False,

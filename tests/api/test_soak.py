@@ -14,7 +14,7 @@ from random_calls import BF16_RATIO, CALLS, LEAST_ROUNDS, SPARE_MB, Soaked, soak
 from ranks import RankPools
 
 WORLD_SIZE = 4
-FEW_CALLS = 10  # of a round
+FEW_CALLS = 6  # of a round
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def every_flag(engine: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_megatron_takes_the_flags() -> None:
+def test_megatron_takes_the_flags(warm: str) -> None:
     """The newest pinned release, or each, has these settings by their names on the command line."""
     text = "import sys, json\nfrom megatron.core.transformer import TransformerConfig as C\n" + (
         "for each in json.loads(sys.argv[1]):\n    C(num_layers=2, hidden_size=64, num_attention_heads=8, **each)\n"
@@ -145,7 +145,7 @@ def test_megatron_takes_the_flags() -> None:
         given.append(one)
     for version in PINNED if FULL_GRID else PINNED[-1:]:
         need(version)
-        run = [sys.executable, "-c", text, json.dumps(given)]
+        run = [warm, "-c", text, json.dumps(given)]
         done = subprocess.run(
             run, capture_output=True, text=True, timeout=patient(60), env={"PYTHONPATH": str(folder(version))}
         )

@@ -223,12 +223,13 @@ class TestImport:
         ran = vendor.run(tmp_path, "-c", self.NEEDS_TORCH)
         assert ran.err.strip().splitlines()[-1] == "RuntimeError: something else"
 
-    def test_cpu_is_unaffected_without_the_autoload(self, tmp_path: Path) -> None:
+    def test_cpu_is_unaffected_without_the_autoload(self, tmp_path: Path, warm_torch: str) -> None:
         code = (
             "import torch, tokenring as tr; q = torch.ones(1, 4, 2, 8); "
             "print(tr.attention(q, q, q, tr.ContextParallel()).sum())"
         )
-        ran = vendor.run(torch_npu(tmp_path / "site", NO_CANN), "-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        site = torch_npu(tmp_path / "site", NO_CANN)
+        ran = vendor.run(site, "-c", code, python=warm_torch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
         assert (ran.code, ran.out) == (0, "tensor(64.)\n")
 
 

@@ -25,7 +25,7 @@ def run(*words: str) -> tuple[int, str]:
 REFUSED = [
     ("--output", (".txt", ".json", ".svg"), ("schedule", "ring", "--ranks", "2")),
     ("-o", (".txt", ".json", ".svg"), ("schedule", "ring", "--ranks", "2")),
-    ("--output", (".txt", ".json"), ("doctor",)),
+    ("--save", (".txt", ".json"), ("doctor",)),
     ("--save", (".json",), ("topology", "--from", DUMP)),
     ("--svg", (".svg",), ("topology", "--from", DUMP)),
     ("--html", (".html", ".htm"), ("topology", "--from", DUMP)),
@@ -60,7 +60,7 @@ def test_a_suffix_that_is_not_written(
     ):  # fmt: skip
         monkeypatch.setattr(work, no_work)
     path = tmp_path / "x.png"
-    long = "--output" if option == "-o" else option
+    long = "--save" if option in ("-o", "--output") else option
     code, said = run(*words, option, str(path))
     wanted = f"tokenring: {long} {str(path)!r}: '.png' files are not supported; end the name in {' or '.join(known)}\n"
     assert (code, said) == (2, wanted)
@@ -73,13 +73,13 @@ FORMS = [(".json", "{"), (".svg", "<svg"), (".txt", "schedule "), ("", "schedule
 @pytest.mark.parametrize(("suffix", "begins"), FORMS)
 def test_a_schedule_is_written_as_its_file_says(suffix: str, begins: str, tmp_path: Path) -> None:
     path = tmp_path / f"it{suffix.upper()}"
-    assert run("schedule", "ring", "--ranks", "2", "-o", str(path)) == (0, "")
+    assert run("schedule", "ring", "--ranks", "2", "--save", str(path)) == (0, "")
     assert path.read_text(encoding="utf-8").startswith(begins)
 
 
 def test_a_diagnosis_is_written_as_its_file_says(tmp_path: Path) -> None:
     path = tmp_path / "it.json"
-    assert run("doctor", "-o", str(path)) == (0, "")
+    assert run("doctor", "--save", str(path)) == (0, "")
     assert json.loads(path.read_text(encoding="utf-8"))["format"] == "tokenring-doctor"
 
 
@@ -93,7 +93,7 @@ def test_a_diagnosis_is_written_as_its_file_says(tmp_path: Path) -> None:
     ],
 )
 def test_an_option_and_a_name_that_differ(words: tuple[str, ...], name: str, tmp_path: Path) -> None:
-    code, said = run(*words, "-o", str(tmp_path / name))
+    code, said = run(*words, "--save", str(tmp_path / name))
     assert code == 2
     assert "say different things: leave one out" in said
     assert not (tmp_path / name).exists()

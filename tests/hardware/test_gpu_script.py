@@ -35,8 +35,8 @@ def _its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
-def test_without_a_gpu_it_says_so() -> None:
-    command = [sys.executable, str(REPO / "ci" / "gpu")]
+def test_without_a_gpu_it_says_so(warm: str) -> None:
+    command = [warm, str(REPO / "ci" / "gpu")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patient(100))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("no CUDA device here: nothing was measured")

@@ -142,10 +142,15 @@ def lines_of(teams: Teams, *asked: tuple[Any, Kind], seconds: float = 100 * LONG
 
 
 @pytest.mark.slow
-def test_one_set_of_processes_for_each_number_of_ranks(spawned: Teams) -> None:
+def test_processes_that_are_started_as_on_gpus(spawned: Teams) -> None:
+    said = lines_of(spawned, (meets, TWO), (meets, TWO))
+    assert spawned.started == 2 and said[0] == said[1] and said[0][1].endswith(" 3 ranks")
+
+
+def test_one_set_of_processes_for_each_number_of_ranks(teams: Teams) -> None:
     """All checks of so many ranks in the same ones, with their settings; the part leaves none behind."""
-    said = lines_of(spawned, *[(meets, TWO), (meets, THREE), (prints, TWO)] * 2, (is_not_here, TWO), (meets, TWO))
-    assert spawned.started == 5
+    said = lines_of(teams, *[(meets, TWO), (meets, THREE), (prints, TWO)] * 2, (is_not_here, TWO), (meets, TWO))
+    assert teams.started == 5
     assert said[0] == said[3] == said[7] and said[0][1].endswith(" 3 ranks"), "the same process, with the settings"
     assert said[1] == said[4] and said[1][1].endswith(" 6 None")
     assert said[2] == said[5] == ("prints", "fine", True)

@@ -189,7 +189,7 @@ def check_whole(ran: Ran) -> None:
 @pytest.mark.slow
 def test_on_emulated_npus(tmp_path: Path, warm: str) -> None:
     """All of it, but for the schedules: two of these."""
-    ran = smoke(tmp_path, "--emulate", "--ranks", "3", "--schedules", "tokenring,direct-kv", python=warm)
+    ran = smoke(tmp_path, "--emulate", "--ranks", "2", "--schedules", "tokenring,direct-kv", python=warm)
     check_whole(ran)
     silent = ran._replace(out=ran.out.replace("exactness", "exactitude"))  # a line that is not printed is missed
     with pytest.raises(AssertionError, match="exactness"):

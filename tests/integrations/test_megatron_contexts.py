@@ -52,6 +52,7 @@ def contexts_of_groups(here: Here) -> tuple[bool, bool]:
     group = dist.new_group([0, 1])
     first = weakref.ref(contexts_of(group, {}))
     kept = contexts_of(group, {}) is first()
+    dist.barrier(group)  # a peer may still be connecting
     dist.destroy_process_group(group)
     contexts_of(SELF, {"timeout_seconds": 7})
     return kept, first() is None

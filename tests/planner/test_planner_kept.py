@@ -255,7 +255,8 @@ def test_files_of_editors_do_not_count(
 ) -> None:
     """Their locks are links to nothing; what cannot be read keeps no plan, and stops none."""
     environment = {"TOKENRING_PLAN_CACHE": str(tmp_path / "plans")}
-    (tmp_path / "planner").mkdir()
+    for room in kept_plans.PLANS:
+        (tmp_path / room).mkdir(parents=True)
     (tmp_path / "planner" / "a.py").touch()
     (tmp_path / "planner" / ".#a.py").symlink_to(tmp_path / "nothing")
     monkeypatch.setattr(kept_plans, "PACKAGE", tmp_path)

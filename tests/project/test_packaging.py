@@ -19,8 +19,10 @@ CODE = ("tokenring", "backends", "topology", "tests", "ci", "benchmarks", "hardw
 MOST_IMPORTS = 75  # of ours, for all public names; a fifth of them are packages
 
 
-def run_python(code: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code]
+def run_python(
+    code: str, cwd: Path, python: str = sys.executable, **env: str
+) -> subprocess.CompletedProcess[str]:
+    command = [python, "-c", code]
     return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=patient(60))
 
 
@@ -87,7 +89,7 @@ def test_all_lists_the_public_names() -> None:
     assert public - modules - {"TYPE_CHECKING", "ModuleType"} <= set(tokenring.__all__)
 
 
-def imports(module: str, cwd: Path, **env: str) -> list[str]:
+def imports(module: str, cwd: Path, python: str = sys.executable, **env: str) -> list[str]:
     """Modules that importing this one brings in after torch."""
     code = f"""
 import json, sys
@@ -96,7 +98,7 @@ before = set(sys.modules)
 from {module} import *
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
-    result = run_python(code, cwd, **env)
+    result = run_python(code, cwd, python, **env)
     assert result.returncode == 0, result.stderr
     found: list[str] = json.loads(result.stdout)
     return found
@@ -108,32 +110,33 @@ def foreign(modules: Iterable[str]) -> set[str]:
 
 
 class TestImport:
-    def test_is_quick(self, tmp_path: Path) -> None:
-        """All public names bring in few modules beyond torch's: a tenth of a second. Time itself is not for tests."""
-        assert len(imports("tokenring", tmp_path)) <= MOST_IMPORTS
+    def test_is_quick_and_brings_in_no_foreign_package(self, tmp_path: Path) -> None:
+        """All public names bring in few modules beyond torch's: a tenth of a second. Time itself is not for tests.
 
-    def test_brings_in_no_foreign_package(self, tmp_path: Path) -> None:
-        """No vendor package (torch_npu, triton, flash_attn, ...) and nothing else but torch."""
-        assert not foreign(imports("tokenring", tmp_path))
+        No vendor package (torch_npu, triton, flash_attn, ...) and nothing else but torch.
+        """
+        found = imports("tokenring", tmp_path)
+        assert len(found) <= MOST_IMPORTS
+        assert not foreign(found)
 
     def test_takes_no_torch_before_it_is_needed(self, tmp_path: Path) -> None:
         """`tokenring topology` answers while torch would still be loading."""
         code = "import sys, tokenring.cli.main, tokenring.cli.topology.command; print('torch' in sys.modules)"
         assert run_python(code, tmp_path).stdout == "False\n"
 
-    def test_sub_modules_do_not_hide_functions(self, tmp_path: Path) -> None:
+    def test_sub_modules_do_not_hide_functions(self, tmp_path: Path, warm_torch: str) -> None:
         code = "import tokenring.schedule, tokenring; print(callable(tokenring.schedule), 'schedule' in dir(tokenring))"
-        assert run_python(code, tmp_path).stdout == "True True\n"
+        assert run_python(code, tmp_path, warm_torch).stdout == "True True\n"
 
     def test_unknown_names_are_refused(self) -> None:
         with pytest.raises(AttributeError, match="module 'tokenring' has no attribute 'nothing'"):
             _ = tokenring.nothing  # type: ignore[attr-defined]
 
-    def test_checks_can_fail(self, tmp_path: Path) -> None:
+    def test_checks_can_fail(self, tmp_path: Path, warm_torch: str) -> None:
         (tmp_path / "torch_npu.py").touch()
         (tmp_path / "greedy.py").write_text("import torch_npu, xmlrpc.client, tkinter.ttk, curses, wsgiref.util\n"
                                             "import tokenring, tokenring.cli, tokenring.topology.sources\n"
                                             "from tokenring import *")  # fmt: skip
-        found = imports("greedy", tmp_path, PYTHONPATH=str(tmp_path))
+        found = imports("greedy", tmp_path, warm_torch, PYTHONPATH=str(tmp_path))
         assert foreign(found) == {"torch_npu"}
         assert len(found) > MOST_IMPORTS

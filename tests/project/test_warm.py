@@ -59,10 +59,12 @@ def test_its_streams_are_those_of_a_start(warm: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="namespaces need root")
-def test_it_is_in_its_clients_network(warm: str) -> None:
-    code = "import os; print(os.readlink('/proc/self/ns/net'), flush=True)"
-    apart = ["unshare", "--net", sys.executable, "-c", f"{code}; os.execv({warm!r}, [{warm!r}, '-c', {code!r}])"]
-    outside = os.readlink("/proc/self/ns/net")
+@pytest.mark.parametrize("namespace", ["net", "uts"])
+def test_it_is_in_its_clients_namespaces(namespace: str, warm: str) -> None:
+    code = f"import os; print(os.readlink('/proc/self/ns/{namespace}'), flush=True)"
+    both = f"{code}; os.execv({warm!r}, [{warm!r}, '-c', {code!r}])"
+    apart = ["unshare", f"--{namespace}", sys.executable, "-c", both]
+    outside = os.readlink(f"/proc/self/ns/{namespace}")
     wanted, found = subprocess.run(apart, capture_output=True, text=True, timeout=patient(100)).stdout.split()
     assert wanted == found != outside
 
@@ -97,7 +99,7 @@ def test_it_goes_with_its_client(warm: str) -> None:
 
 def test_it_goes_with_what_it_was_forked_from() -> None:
     """And its client with both."""
-    with warm_python() as python:
+    with warm_python(bare=True) as python:
         client = subprocess.Popen([python, "-c", WAITS], stdout=subprocess.PIPE)
         assert client.stdout is not None
         process = int(client.stdout.readline())

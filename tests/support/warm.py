@@ -4,8 +4,8 @@
 
 What takes it for Python (`-c CODE`, `-m MODULE` or a file, with arguments; `-u` before it) gets a process with its own
 arguments, environment, folder and streams, but not its pid: that of a client, which ends as the process does, and takes
-it along. It lives in its client's network namespace. What is started with -I or -S is a real Python. A test whose
-subject is how a process starts or how the interpreter ends needs a real one.
+it along. It lives in its client's namespaces of network and host name. What is started with -I or -S is a real Python.
+A test whose subject is how a process starts or how the interpreter ends needs a real one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import io
 import json
 import os
 import runpy
-import select
 import selectors
 import signal
 import socket
@@ -37,17 +36,15 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, TextIO
 
-from patience import patient
-
 IMPORTED = (
     "numpy", "torch", "torch.distributed", "torch.utils.checkpoint", "tokenring.runtime.executor",
     "tokenring.backends.kernels.cpu_flash", "tokenring.planner.choosing.auto", "tokenring.proof.verify",
     "tokenring.cli.bench.reference", "tokenring.proof.replay", "torch.fx.experimental.symbolic_shapes",
+    "torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx",
 )  # fmt: skip
 BARE = ("numpy", "torch", "torch.distributed", "torch.utils.checkpoint")  # and nothing of tokenring
-START_SECONDS = 60.0  # for its imports; see `patience`
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-CLONE_NEWNET = 0x40000000  # of linux/sched.h
+NAMESPACES = {"net": 0x40000000, "uts": 0x04000000}  # CLONE_NEW..., of linux/sched.h
 F_SETSIG = 10  # of fcntl.h
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
@@ -68,21 +65,23 @@ os._exit(status)
 
 @contextmanager
 def warm_python(bare: bool = False) -> Iterator[str]:
-    """The path of what to run instead of Python. What it has started ends with it.
+    """The path of what to run instead of Python. What it has started ends with it. Who comes early waits for it.
 
     bare: torch is still to be imported, which loads torch_npu or whatever is installed for it, but takes no time.
     """
-    with tempfile.TemporaryDirectory(prefix="warm-") as folder:
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder, socket.socket(socket.AF_UNIX) as listener:
         path, client = f"{folder}/socket", Path(folder, "python")
         client.write_text(CLIENT.format(python=sys.executable, path=path), encoding="utf-8")
         client.chmod(0o755)
+        listener.bind(path)
+        listener.listen(64)
+        number = listener.fileno()
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        command = [sys.executable, __file__, path, str(os.getpid()), str(client), *(["bare"] if bare else [])]
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment) as server:
+        command = [sys.executable, __file__, str(number), str(os.getpid()), str(client), *(["bare"] if bare else [])]
+        nothing = subprocess.DEVNULL
+        with subprocess.Popen(command, stdin=nothing, stdout=nothing, env=environment, pass_fds=(number,)) as server:
+            listener.close()  # where the server fails, nobody waits for it
             try:
-                assert server.stdout is not None
-                ready, _, _ = select.select([server.stdout], [], [], patient(START_SECONDS))
-                assert ready and server.stdout.readline() == b"ready\n", "the process to fork has not started"
                 yield str(client)
             finally:
                 server.terminate()
@@ -111,11 +110,13 @@ class Asked:
     def become(self) -> None:
         """In the new process: what a Python that was started so has; it ends with its client, and with the server."""
         _end_with(self.server)
+        os.setpriority(os.PRIO_PROCESS, 0, _niceness_of(self.client))
         fcntl.fcntl(self.connection, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(self.connection, F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(self.connection, fcntl.F_SETFL, fcntl.fcntl(self.connection, fcntl.F_GETFL) | os.O_ASYNC)
         signal.set_wakeup_fd(-1)
-        _enter_network_of(self.client)
+        for name in NAMESPACES:
+            _enter(name, self.client)
         for to, each in enumerate(self.streams):
             os.dup2(each, to)
             os.close(each)
@@ -129,14 +130,10 @@ class Asked:
         warnings.resetwarnings()
 
 
-def serve(path: str, parent: int) -> Asked:
-    """Fork for each client, and tell it how its process ended. Returns in the forks."""
-    _end_with(parent)
-    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as ready:
-        listener.bind(path)
-        listener.listen(64)
+def serve(number: int) -> Asked:
+    """Fork for each client of this socket, and tell it how its process ended. Returns in the forks."""
+    with socket.socket(fileno=number) as listener, selectors.DefaultSelector() as ready:
         ready.register(listener, selectors.EVENT_READ)
-        print("ready", flush=True)
         while True:
             for key, _ in ready.select():
                 if key.data is None:
@@ -163,6 +160,14 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
+def _niceness_of(process: int) -> int:
+    """Return that of the process, or ours where that is larger, or it is gone."""
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    with suppress(ProcessLookupError):
+        return max(ours, os.getpriority(os.PRIO_PROCESS, process))
+    return ours
+
+
 def _writing_to(number: int, before: TextIO, at_once: bool) -> TextIO:
     """A stream as Python makes it at its start: one that was made for something else may not be reconfigured."""
     raw: Any = io.FileIO(number, "w", closefd=False)
@@ -171,13 +176,13 @@ def _writing_to(number: int, before: TextIO, at_once: bool) -> TextIO:
     return io.TextIOWrapper(binary, before.encoding, before.errors, None, by_line, at_once)
 
 
-def _enter_network_of(process: int) -> None:
-    """Its network namespace, where that is not ours already."""
-    path = f"/proc/{process}/ns/net"
-    with suppress(FileNotFoundError, ProcessLookupError), open(path, "rb") as network:  # a client that is gone
-        if not os.path.samefile(path, "/proc/self/ns/net"):
+def _enter(name: str, process: int) -> None:
+    """Go into that namespace of the process, where it is not ours already."""
+    path = f"/proc/{process}/ns/{name}"
+    with suppress(FileNotFoundError, ProcessLookupError), open(path, "rb") as namespace:  # a client that is gone
+        if not os.path.samefile(path, f"/proc/self/ns/{name}"):
             library = ctypes.CDLL(None, use_errno=True)
-            assert library.setns(network.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+            assert library.setns(namespace.fileno(), NAMESPACES[name]) == 0, os.strerror(ctypes.get_errno())
 
 
 class Unimported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -247,7 +252,8 @@ def run(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path.pop(0)  # the tests' folder: no module of a script is to be found there
-    path, parent, client, *bare = sys.argv[1:]
+    number, parent, client, *bare = sys.argv[1:]
+    _end_with(int(parent))
     for name in BARE if bare else IMPORTED:
         import_module(name)
     import torch
@@ -255,7 +261,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what is there stays shared by all
-    asked = serve(path, int(parent))
+    asked = serve(int(number))
     asked.become()
     if bare:
         Unimported.hide(torch)

@@ -306,13 +306,13 @@ def can_make_hosts() -> bool:
 @pytest.mark.testbed
 @pytest.mark.skipif(SHARED is None or not (SHARED / "testbed/testbed.py").exists(), reason="no test bed here")
 @pytest.mark.skipif(not can_make_hosts(), reason="no namespaces here")
-def test_two_hosts_in_the_test_bed() -> None:
+def test_two_hosts_in_the_test_bed(warm: str) -> None:
     """Each rank has a network namespace; each half of them has a host name."""
     assert SHARED is not None
     script = Path(__file__).resolve().parents[1] / "support" / "topology_hosts.py"
     command = [sys.executable, str(SHARED / "testbed/testbed.py"), "run", "--topology", "two-node", "--ranks", "4"]
     command += ["--link-gbit", "1", "--timeout", "80", "--", "unshare", "--uts", "sh", "-c"]
-    command += [f"hostname node$((RANK / 2)) && exec {sys.executable} {script}"]
+    command += [f"hostname node$((RANK / 2)) && exec {warm} {script}"]
     environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=patient(100), env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

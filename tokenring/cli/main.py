@@ -19,6 +19,7 @@ from tokenring.cli.spelling import (
     add_heads,
     add_mask,
     add_seq,
+    also,
     check_counts,
     heads_text,
 )
@@ -133,25 +134,26 @@ def _add_schedule_options(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="the schedule as JSON (docs/schedule-json.md)")
     form.add_argument("--svg", nargs="?", const=PRINTED, metavar="FILE",
         help="draw the pass: to FILE, else to standard output")  # fmt: skip
-    add("-o", "--output", metavar="FILE", help="write to a file instead: .txt, .json or .svg")
+    saved = add("--save", metavar="FILE", help="write to a file instead: .txt, .json or .svg")
+    also(parser, saved, "-o", "--output")
     add_heads(parser.add_argument_group("the summary's workload"), 32, 128, "bf16")
 
 
 def _schedule_command(options: argparse.Namespace, stdin: TextIO) -> int:
-    if options.svg not in (None, PRINTED):  # --svg FILE is -o FILE.svg
+    if options.svg not in (None, PRINTED):  # --svg FILE is --save FILE.svg
         check_suffix("--svg", options.svg, ".svg")
-        if options.output is not None:
-            raise ConfigurationError(f"--svg {options.svg} and --output {options.output} are two files: leave one out")
-        options.output = options.svg
+        if options.save is not None:
+            raise ConfigurationError(f"--svg {options.svg} and --save {options.save} are two files: leave one out")
+        options.save = options.svg
     check_counts(options)
     text_of = _form(options)
     is_file = options.name == "-" or options.name.endswith(".json")
     schedule = (_read(options, stdin) if is_file else _build(options)).verify()
     text = text_of(schedule, options)
-    if options.output is None:
+    if options.save is None:
         print(fitted(text, sys.stdout) if text_of is _report else text, end="")
     else:
-        write_file(options.output, text)
+        write_file(options.save, text)
     return 0
 
 
@@ -194,9 +196,9 @@ def _read(options: argparse.Namespace, stdin: TextIO) -> Schedule:
 def _form(options: argparse.Namespace) -> Callable[[Schedule, argparse.Namespace], str]:
     """Return the function that writes the form asked for by an option or the file's name. Raises ConfigurationError."""
     asked = ".json" if options.json else ".svg" if options.svg else None
-    found = check_suffix("--output", options.output, *FORMS)
+    found = check_suffix("--save", options.save, *FORMS)
     if asked and found and asked != found:
-        raise ConfigurationError(f"--{asked[1:]} and --output {options.output!r} say different things: leave one out")
+        raise ConfigurationError(f"--{asked[1:]} and --save {options.save!r} say different things: leave one out")
     return FORMS[asked or found or ".txt"]
 
 

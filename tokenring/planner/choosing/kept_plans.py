@@ -95,13 +95,25 @@ def digest(call: CallToPlan) -> str:
 
 
 @cache
-def _sources() -> list[list[object]]:
+def _sources() -> list[list[str]]:
     """Return a hash of every source file that decides what a plan is: code may change within a version."""
-    found: list[list[object]] = []
+    found, start = [], len(f"{PACKAGE}{os.sep}")
     for room in PLANS:
-        for path in sorted((PACKAGE / room).rglob("[!.]*.py")):  # editors leave files that begin with a dot
-            found.append([str(path.relative_to(PACKAGE)), hashlib.sha256(path.read_bytes()).hexdigest()])
+        for path in _python_files(str(PACKAGE / room)):
+            with open(path, "rb", buffering=0) as file:
+                found.append([path[start:], hashlib.sha256(file.readall()).hexdigest()])
     return found
+
+
+def _python_files(folder: str) -> Iterator[str]:
+    """Yield the modules in a folder and those below it, in order; editors leave files that begin with a dot."""
+    with os.scandir(folder) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        if entry.is_dir():
+            yield from _python_files(entry.path)
+        elif entry.name.endswith(".py") and not entry.name.startswith("."):
+            yield entry.path
 
 
 def _families() -> list[str]:
