@@ -70,7 +70,7 @@ def test_where_parts_are_not_known_the_whole_is_made() -> None:
     [
         ("ulysses", None, 8, "8 query heads over 8 kv heads do not split into 18 equal head groups"),
         ("direct-kv", 7, 18, "7 pieces do not divide chunks of 32 tokens"),
-        ("usp/4", None, 18, "4"),
+        ("usp/4", None, 18, "4 ranks a group do not divide 18; choose one of usp/2, usp/3, usp/6, usp/9"),
         ("no-such", None, 18, "unknown schedule 'no-such'"),
         ("ring/pieces5", None, 18, "5 pieces do not divide chunks"),
     ],

@@ -41,7 +41,7 @@ def by_force(work: float, groups: int, per_group: int, part: Fraction, q: float,
 
 @cache
 def costs_by_force(per_group: int, part: Fraction, q: float, kv: float) -> list[float]:
-    """Of one KV head with so many steps of work: the least over all numbers of its query heads, and sides."""
+    """Return the least of one KV head with so many steps of work, over all numbers of its query heads, and sides."""
 
     def kv_part(b: float) -> float:
         return kv * max(0.0, b - float(part))

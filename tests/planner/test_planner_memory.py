@@ -49,7 +49,7 @@ def call(
 
 @cache
 def need(name: str, mask: Mask) -> HeldBytes:
-    """What a schedule needs on an hgx-h100."""
+    """Return what a schedule needs on an hgx-h100."""
     given = call("hgx-h100", None, mask)
     return needs(make(given, name), given.setting)
 

@@ -167,7 +167,7 @@ SLOWEST = {"direct-kv", "direct-q", "bidirectional"}
 
 @pytest.mark.parametrize("named", NAMED)
 def test_programs_of_32_ranks(named: str) -> None:
-    """Of the slowest to replay, direct schedules and those with all in two directions, half as many."""
+    """Replay half as many of the slowest: direct schedules and those with all in two directions."""
     replay_schedule(make(16 if named in SLOWEST else 32, named, "zigzag", "causal"))
 
 

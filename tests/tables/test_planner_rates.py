@@ -67,7 +67,7 @@ class Ticking(Reference):
 
 
 def on_clock(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """What is timed by a clock may have any content, and copies, hundreds by a clock that stands still, any size."""
+    """Time by this clock: contents may be any, and the size of copies, hundreds by a clock that stands still."""
     monkeypatch.setattr(measured, "device_of", lambda _: clock)
     monkeypatch.setattr(measured, "COPY_BYTES", 1 << 16)
     monkeypatch.setattr(torch, "randn", lambda *sizes, generator: torch.empty(*sizes))
