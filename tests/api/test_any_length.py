@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from cases import LIMITS, NAMES
 from lengths import AnyLength, Made, check_sent, run_any_length
 from oracle import cached64, error_of_terms
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 
 import tokenring as tr
 from tokenring.cli.main import main as cli
@@ -28,7 +28,6 @@ from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import Layout, Positions, make_layout, split_order
 from tokenring.sequence.workload import Workload
 
-WHOLE_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 LAYOUTS = ("contiguous", "zigzag", "striped", "zigzag/2")
 SCHEDULES = (
     "ring", "tokenring", "direct-kv", "direct-q", "ulysses", "bidirectional", "ring/keep", "auto:ring,tokenring"
@@ -54,7 +53,7 @@ def every_case() -> Iterator[AnyLength]:
 
 
 CASES = list(every_case())
-SAMPLE = CASES if WHOLE_GRID else random.Random(1).sample(CASES, 32)
+SAMPLE = CASES if FULL_GRID else random.Random(1).sample(CASES, 32)
 
 
 def check_exact(case: AnyLength, made: Made) -> None:
@@ -116,7 +115,7 @@ def proved(seed: int) -> Schedule | None:
 
 
 @pytest.mark.sampled(21)
-@pytest.mark.parametrize("seed", range(1200 if WHOLE_GRID else 40))
+@pytest.mark.parametrize("seed", range(1200 if FULL_GRID else 40))
 def test_every_family_is_proved(seed: int) -> None:
     schedule = proved(seed)
     if schedule is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from itertools import product
 from typing import Any, NamedTuple
@@ -11,13 +10,13 @@ import pytest
 import torch
 from oracle import cached64
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 from test_kv_cache import SIZES
 
 import tokenring as tr
 from tokenring.ir.cached_exchange import ONE_SHOT, TWO_STEP, exchange_data
 from tokenring.proof.cached_exchange import verify_exchange
 
-WHOLE_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 DIM = 8
 
 
@@ -119,7 +118,7 @@ def every_case() -> list[Homed]:
 
 
 CASES = every_case()
-SAMPLE = CASES if WHOLE_GRID else random.Random(5).sample([each for each in CASES if 0 < each.cached < 1000], 16)
+SAMPLE = CASES if FULL_GRID else random.Random(5).sample([each for each in CASES if 0 < each.cached < 1000], 16)
 CHOSEN = (
     Homed(4, 77, 1, kv_heads=4),
     Homed(3, 77, 5, kv_heads=4, transport="gloo"),  # parts of the heads that are no groups of a kv head

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 from itertools import product
 from typing import NamedTuple
@@ -12,11 +11,11 @@ import pytest
 import torch
 from oracle import cached64
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 
 import tokenring as tr
 from tokenring import ConfigurationError
 
-WHOLE_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 HEADS, DIM = 4, 8
 
 
@@ -136,7 +135,7 @@ def every_case() -> list[Case]:
 
 
 CASES = every_case()
-SAMPLE = CASES if WHOLE_GRID else random.Random(3).sample([case for case in CASES if case.length < 1000], 20)
+SAMPLE = CASES if FULL_GRID else random.Random(3).sample([case for case in CASES if case.length < 1000], 20)
 CHOSEN = (
     Case(2, ((24, TOKENS), (5, ALL), (16, TOKENS), *((1, ALL),) * 20)),
     Case(3, ((24, TOKENS), (5, ALL), (12, TOKENS), *((1, ALL),) * 14), transport="gloo", layout="striped"),

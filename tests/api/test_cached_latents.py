@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from itertools import product
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from oracle import cached64
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 
 import tokenring as tr
 from tokenring import ConfigurationError, UnsupportedError
@@ -20,7 +20,6 @@ from tokenring.api.caching.memory import CacheMemory
 cached: Any = tr.cached_latent_attention  # of operands in a list
 HEADS, NOPE, ROPE, VALUE, LATENT = 4, 12, 8, 10, 24
 ALL, TOKENS, BY_HEADS = "all", "tokens", "heads"
-WHOLE_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 
 
 class Case(NamedTuple):
@@ -130,7 +129,7 @@ def every_case() -> list[Case]:
     return made
 
 
-SAMPLE = every_case() if WHOLE_GRID else random.Random(2).sample(every_case(), 12)
+SAMPLE = every_case() if FULL_GRID else random.Random(2).sample(every_case(), 12)
 CHOSEN = (
     Case(2, ((24, TOKENS), (5, ALL), (16, TOKENS), *((1, ALL),) * 20)),
     Case(4, ((24, TOKENS), (5, BY_HEADS), (16, TOKENS), *((1, BY_HEADS),) * 20)),

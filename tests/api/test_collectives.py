@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 
 import tokenring as tr
 
 POINTS = [(2, "auto"), (3, "direct-q"), (4, "auto"), (4, "direct-q/pieces4"), (4, "mesh-q/2x2")]
-if os.environ.get("TOKENRING_FULL_GRID"):
+if FULL_GRID:
     POINTS += [(5, "auto"), (6, "mesh-q/2x3"), (7, "tokenring"), (8, "auto"), (8, "direct-q/pieces4"), (8, "reduced/4")]
 SHAPES = ((7,), (3, 5), (64, 33), ())
 

@@ -17,6 +17,7 @@ from cases import Case, Local, check_exact
 from oracle import Attention, relative_error
 from patience import patient
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 from torch.utils.checkpoint import checkpoint
 
 import tokenring as tr
@@ -338,7 +339,6 @@ class Block(torch.nn.Module):
 
 def trained(here: Here, folder: str, backend: str) -> list[float]:
     """Errors against eager: of the output, of the gradients of the input and of all parameters."""
-    import os
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{here.rank}"
     # The ranks may be far apart while they compile.
@@ -365,7 +365,7 @@ def test_a_model(ranks: RankPools, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor wants a C++ compiler")
-@pytest.mark.skipif(not os.environ.get("TOKENRING_FULL_GRID"), reason="takes half a minute: TOKENRING_FULL_GRID=1")
+@pytest.mark.skipif(not FULL_GRID, reason="takes half a minute: TOKENRING_FULL_GRID=1")
 def test_a_model_with_inductor(ranks: RankPools, tmp_path: Path) -> None:
     for found in ranks(2).within(280.0, trained, str(tmp_path), "inductor"):
         assert max(found) < 1e-5

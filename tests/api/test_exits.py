@@ -7,7 +7,6 @@ to do so; where that ends meanwhile, the process aborts. So what counts is that 
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from machines import APART, transport_name
 from patience import patient
 from ranks import PEER_SECONDS, Here, RankPools
+from sampling import FULL_GRID
 
 import tokenring as tr
 from tokenring import ConfigurationError, ContextParallel, PeerLost, attention, unshard
@@ -231,7 +231,7 @@ def test_held_groups_are_equal_by_the_group(ranks: RankPools) -> None:
 @pytest.mark.timeout(600)
 def test_a_script_ends_well() -> None:
     """The ordinary one, left open, runs below."""
-    for _ in range(2 if os.environ.get("TOKENRING_FULL_GRID") else 1):
+    for _ in range(2 if FULL_GRID else 1):
         end_well(["after a refusal"], None)
 
 
@@ -242,7 +242,7 @@ def test_a_late_thread_is_waited_for(tmp_path: Path) -> None:
     first = exit_ranks.held_up(tmp_path)
     if first is None:
         pytest.skip("no C compiler")
-    end_well(["left open", "closed"] if os.environ.get("TOKENRING_FULL_GRID") else ["left open"], first)
+    end_well(["left open", "closed"] if FULL_GRID else ["left open"], first)
 
 
 def end_well(variants: list[str], first: Path | None) -> None:

@@ -5,8 +5,6 @@ Of what is shared by all ranks a thousand with TOKENRING_FULL_GRID=1.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,10 +13,10 @@ from held import Held, held
 from machines import APART, transport_name
 from patience import patient
 from ranks import PEER_SECONDS, Here, RankPools
+from sampling import FULL_GRID
 
 from tokenring import ContextParallel, attention
 
-FULL = bool(os.environ.get("TOKENRING_FULL_GRID"))
 WARM_UP = 30
 SPARE_MB = 3.0  # less than a page for each of a thousand, the least that a mapping can leave
 SPARE_MAPS = 40  # malloc has up to eight arenas for each core, of two mappings; no count here is so small
@@ -65,10 +63,10 @@ def _keys() -> int:
 @pytest.mark.parametrize(
     ("name", "count", "close", "new_groups"),
     [
-        pytest.param("shm", 1000 if FULL else 100, True, False, id="shm, closed"),
+        pytest.param("shm", 1000 if FULL_GRID else 100, True, False, id="shm, closed"),
         pytest.param("shm", 60, False, False, id="shm, dropped"),
         pytest.param("shm", 60, True, True, id="shm, new groups"),
-        pytest.param("gloo", 200 if FULL else 50, True, False, id="gloo, closed"),
+        pytest.param("gloo", 200 if FULL_GRID else 50, True, False, id="gloo, closed"),
         pytest.param("gloo", 40, False, False, id="gloo, dropped"),
         pytest.param("gloo", 40, True, True, id="gloo, new groups"),
         pytest.param(APART, 40, True, False, id=f"{APART}, closed"),

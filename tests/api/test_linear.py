@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from oracle import relative_error
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 
 import tokenring as tr
 from tokenring.api.tensor_parallel import WIDE
@@ -40,7 +40,7 @@ FULL = {
 }  # fmt: skip
 POINTS = [
     (ranks, name)
-    for ranks, names in (FAMILIES | (FULL if os.environ.get("TOKENRING_FULL_GRID") else {})).items()
+    for ranks, names in (FAMILIES | (FULL if FULL_GRID else {})).items()
     for name in names
 ]
 NAMES = ("y", "dx", "dw1", "dw2")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ from faults import lasting_names
 from held import Held, held
 from random_calls import BF16_RATIO, CALLS, LEAST_ROUNDS, SPARE_MB, Soaked, soak
 from ranks import RankPools
+from sampling import FULL_GRID
 
 WORLD_SIZE = 4
 FEW_CALLS = 6  # of a round
@@ -21,7 +21,7 @@ FEW_CALLS = 6  # of a round
 @pytest.mark.timeout(300)
 def test_some_rounds(ranks: RankPools) -> None:
     """As few as tell files, threads and large leaks, or those of a minute with TOKENRING_FULL_GRID=1."""
-    seconds, calls = (60.0, CALLS) if os.environ.get("TOKENRING_FULL_GRID") else (0.0, FEW_CALLS)
+    seconds, calls = (60.0, CALLS) if FULL_GRID else (0.0, FEW_CALLS)
     made = soak(ranks, seconds, 1, WORLD_SIZE, calls)
     assert not (grown := made.growth()), grown
     assert made.calls["calls"] == calls * len(made.held)

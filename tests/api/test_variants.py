@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
 import torch
 from cases import LAYOUTS, MASKS, Case
 from ranks import RankPools
+from sampling import FULL_GRID
 from variants import Variant, check
 
 from tokenring.schedule.families.registry import misfit
@@ -18,7 +18,6 @@ SCHEDULES = (
     "ring", "direct-kv", "direct-q", "tokenring", "bidirectional", "tiles/2x2", "ulysses", "usp/2", "all-gather-kv",
     "relay-q/2", "multi-ring-q", "ring/keep", "tokenring/late",
 )  # fmt: skip
-FULL = os.environ.get("TOKENRING_FULL_GRID") == "1"
 RANKS = (1, 2, 3, 4)
 HEADS = ((4, 2), (4, 4), (4, 1))
 
@@ -46,6 +45,6 @@ def sampled(count: int, kinds: int) -> list[Variant]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", RANKS)
 def test_all_families(count: int, ranks: RankPools) -> None:
-    variants = sampled(count, 8 if FULL else 2)
+    variants = sampled(count, 8 if FULL_GRID else 2)
     assert len(variants) > 3
     check(ranks, variants)

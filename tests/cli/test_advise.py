@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,13 +14,13 @@ from pathlib import Path
 import pytest
 from mcore.versions import PINNED, folder, need
 from patience import patient
+from sampling import FULL_GRID
 
 from tokenring.cli.advise.engines import ENGINES, Job, splits
 from tokenring.cli.main import main
 from tokenring.cli.models import KNOWN, facts_of, read_model
 from tokenring.errors import ConfigurationError
 
-FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "num_hidden_layers": 4}
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 

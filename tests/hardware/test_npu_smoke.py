@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from patience import patient
+from sampling import FULL_GRID
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO / "hardware" / "npu"))
@@ -198,7 +198,7 @@ def test_on_emulated_npus(tmp_path: Path, warm: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(not os.environ.get("TOKENRING_FULL_GRID"), reason="takes many minutes: TOKENRING_FULL_GRID=1")
+@pytest.mark.skipif(not FULL_GRID, reason="takes many minutes: TOKENRING_FULL_GRID=1")
 def test_every_schedule_on_emulated_npus(tmp_path: Path) -> None:
     """As it is run on NPUs, with more time."""
     ran = smoke(tmp_path, "--emulate", "--minutes", "50", seconds=3500)

@@ -5,12 +5,12 @@ A sample; `python benchmarks/diffusers_models.py` runs every model, length and n
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from ranks import RankPools
+from sampling import FULL_GRID
 from tiny_diffusers import MODELS, is_exact, make_inputs, make_model, need, split
 
 import tokenring as tr
@@ -20,7 +20,6 @@ from tokenring.integrations.diffusers.plans import PLANS
 
 need()
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 LENGTHS = [(7, 30), (9, 23), (8, 24)] if FULL_GRID else [(7, 30)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from mcore.versions import PINNED, folder, need
 from mcore.world import load
 from patience import patient
 from ranks import RankPools, Ranks
+from sampling import FULL_GRID
 
 import tokenring as tr
 from tokenring.schedule.families.registry import misfit, variants
@@ -25,7 +25,6 @@ from tokenring.sequence.layout import zigzag
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a version waits until it is loaded
 LOAD_SECONDS = 240
-FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 NEWEST = PINNED[-1]
 VERSIONS = PINNED if FULL_GRID else [NEWEST]
 STEPS = 10 if FULL_GRID else 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from mcore.stand_ins import config, layer, params, refusal
 from oracle import allowed, attention64, relative_error
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 
 from tokenring import Causal, ContextParallel, Documents, Full, Mask, Slices, SlidingWindow, attention
 from tokenring.errors import ConfigurationError, UnsupportedError
@@ -23,7 +23,6 @@ from tokenring.sequence.layout import zigzag
 from tokenring.sequence.workload import Request, Workload
 
 EXACT = 2e-6
-FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 
 
 class TestPacking:

@@ -6,7 +6,6 @@ the stand-in. What is compared with is one CPU rank in float64.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -16,12 +15,12 @@ from mcore.versions import PINNED, folder, need
 from mcore.world import load
 from patience import patient
 from ranks import RankPools
+from sampling import FULL_GRID
 
 VERSION = PINNED[0]  # 0.12.1
 LOAD_SECONDS, STEP_SECONDS = 240.0, 200.0
 LIMIT = 5e-6  # of a gradient, relative, in float32 against float64
 pytestmark = pytest.mark.timeout(400)
-FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 SCHEDULES = ["ring", "tokenring"] if FULL_GRID else ["ring"]
 JOBS = {
     "TP 2 with sequence parallelism": Job(tp=2, cp=2, sequence_parallel=True),

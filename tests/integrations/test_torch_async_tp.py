@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from oracle import relative_error
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError, UnsupportedError
@@ -149,7 +150,7 @@ def test_a_compiled_mlp_runs_our_schedules(ranks: RankPools, tmp_path: Path, is_
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor wants a C++ compiler")
-@pytest.mark.skipif(not os.environ.get("TOKENRING_FULL_GRID"), reason="takes half a minute: TOKENRING_FULL_GRID=1")
+@pytest.mark.skipif(not FULL_GRID, reason="takes half a minute: TOKENRING_FULL_GRID=1")
 def test_a_compiled_mlp_with_inductor(ranks: RankPools, tmp_path: Path) -> None:
     check_trained(ranks(2).within(280.0, trained, str(tmp_path), True, True), 2, True)
 

@@ -5,7 +5,6 @@ A sample; `python benchmarks/torchtitan_models.py` runs every model and number o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -14,13 +13,13 @@ import pytest
 import tiny_torchtitan as tiny
 import torch
 from ranks import RankPools
+from sampling import FULL_GRID
 
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.integrations.torchtitan import use_tokenring
 
 tiny.need()
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 PACKS = [[[100, 30, 126], [20, 236]], [[10] * 25 + [6], [256]]]
 BACKENDS = ("partial_dtensor", "full_dtensor")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from itertools import product
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 
 import tokenring as tr
 from tokenring.integrations.transformers.serving import serve_with_tokenring
@@ -17,7 +17,6 @@ from tokenring.sequence.layout import make_layout
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
 
-WHOLE_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 VOCABULARY, PAD = 256, 0
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -102,7 +101,7 @@ CHOSEN = [
     Case("qwen2", 2, 66, 12, options=(("num_beams", 3),)),
     Case("llama", 2, 40, 20, options=(("prompt_lookup_num_tokens", 3),)),
 ]
-CASES = CHOSEN + (WHOLE if WHOLE_GRID else SAMPLE)
+CASES = CHOSEN + (WHOLE if FULL_GRID else SAMPLE)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hf_families import make_batch, make_model, need
 from patience import patient
+from sampling import FULL_GRID
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError, UnsupportedError
@@ -26,7 +27,6 @@ with warnings.catch_warnings():
     from transformers import Trainer, TrainingArguments
 pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.filterwarnings("ignore")]
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "huggingface_trainer.py"
-FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 
 
 def losses(model: str, ranks: int, cp: int) -> list[float]:

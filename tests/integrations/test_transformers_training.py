@@ -5,7 +5,6 @@ A seeded sample; `python benchmarks/transformers_families.py` runs every family,
 
 from __future__ import annotations
 
-import os
 import random
 import warnings
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from gradient_errors import largest_error
 from hf_families import FAMILIES, KINDS, alone, gradients, make_batch, make_model, need, split
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError, UnsupportedError
@@ -27,7 +27,6 @@ from tokenring.integrations.transformers.versions import check_version, pip_requ
 need()
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 EXACT = 1e-5
-FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 FIRST = ("llama", "qwen3", "gemma2", "gpt_oss")
 EVERY = [(family, kind) for family in FAMILIES for kind in KINDS]
 SAMPLE = EVERY if FULL_GRID else [(each, random.Random(each).choice(KINDS)) for each in FIRST]

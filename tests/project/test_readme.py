@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from patience import patient
+from sampling import FULL_GRID
 from test_docs import example
 
 REPO = Path(__file__).resolve().parents[2]
-FULL_GRID = os.environ.get("TOKENRING_FULL_GRID") == "1"
 README = (REPO / "README.md").read_text(encoding="utf-8")
 
 

@@ -7,7 +7,6 @@ whole sequence in one process, on the same inputs. The bytes on every link are t
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
@@ -18,6 +17,7 @@ from cases import LAYOUTS, LIMITS, MASKS, NAMES, SCHEDULES, Case, Local, check_b
 from oracle import Attention, relative_error
 from pairwise import sample
 from ranks import RankPools
+from sampling import FULL_GRID
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "ranks": (1, 2, 3, 4, 5, 6, 7, 8),
@@ -43,7 +43,7 @@ def grid(rows: int) -> list[Case]:
     return [Case(*row[:4], *row[4], *row[5:]) for row in sample(FACTORS, rows, THIRDS)]
 
 
-CASES = grid(240 if os.environ.get("TOKENRING_FULL_GRID") == "1" else 0)
+CASES = grid(240 if FULL_GRID else 0)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import torch
 from ascend.operators import register
 from ascend.ranks import NpuPools
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 from test_ascend_runs import context
 from test_scales import at_home
 
@@ -31,7 +31,6 @@ WINDOWS: dict[str, Mask] = {
 LAYOUTS = ("contiguous", "zigzag", "zigzag/2", "striped")
 KERNELS = {"cpu-flash": torch.float32, "reference": torch.float32, "torch-efficient": torch.float32,
            "torch-flash": torch.bfloat16}  # fmt: skip
-FULL = bool(os.environ.get("TOKENRING_FULL_GRID"))  # NaN and infinity in each document of each mask, not by turns
 Tensors = list[torch.Tensor]
 
 
@@ -82,7 +81,8 @@ def on_ranks(here: Here, kernel: str, layout: str, schedule: str) -> list[str]:
     with at_home(kernel) as name:
         cp = here.cp(kernel=name, layout=layout, schedule=schedule)
         for number, ((window, mask), bounds) in enumerate(product(WINDOWS.items(), (ALIGNED, UNEVEN))):
-            turns = (0, 1) if FULL else ((number // 2 + LAYOUTS.index(layout)) % 2,)
+            # NaN and infinity in each document of each mask, or by turns.
+            turns = (0, 1) if FULL_GRID else ((number // 2 + LAYOUTS.index(layout)) % 2,)
             said = leaks(cp, mask & Documents(bounds), KERNELS[kernel], turns=turns)
             found += [f"{window} & {bounds}: {each}" for each in said]
     return found

@@ -5,7 +5,6 @@ A seeded sample of the grid; TOKENRING_FULL_GRID=1 runs all of it.
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
 from functools import lru_cache
@@ -16,6 +15,7 @@ import pytest
 import torch
 from oracle import allowed, attention64, relative_error
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 
 import tokenring as tr
 from tokenring import (
@@ -158,7 +158,7 @@ def test_the_sample_meets_all() -> None:
         assert {getattr(case, of) for case in sample()} == {getattr(case, of) for case in GRID if case.ranks > 2}
 
 
-@pytest.mark.parametrize("case", GRID if os.environ.get("TOKENRING_FULL_GRID") == "1" else sample(), ids=str)
+@pytest.mark.parametrize("case", GRID if FULL_GRID else sample(), ids=str)
 def test_exact(case: Case, ranks: RankPools) -> None:
     """All results and gradients, the weight's too; bytes on every link as the schedule says."""
     found = ranks(case.ranks)(run, case)

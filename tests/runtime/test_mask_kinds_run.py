@@ -5,7 +5,6 @@ TOKENRING_FULL_GRID=1 runs every kind with every family on 2 to 8 ranks.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from random import Random
 
@@ -15,12 +14,12 @@ from cases import Case, check_exact, run_on
 from families import Point, length_of, points
 from mask_kinds import KINDS, kind
 from ranks import RankPools
+from sampling import FULL_GRID
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.schedule.families import parse
 
-FULL = os.environ.get("TOKENRING_FULL_GRID") == "1"
 CHUNKS = {"contiguous": 1, "zigzag": 2, "striped": 1, "zigzag/2": 4}
 LEAST_TOKENS = 12  # of a chunk
 UNEQUAL = {"cross-attention": 2, "later start": 2}  # kv is so many times as long
@@ -29,15 +28,15 @@ UNEQUAL = {"cross-attention": 2, "later start": 2}  # kv is so many times as lon
 def grid() -> list[Case]:
     """Each family twice, with kinds, layouts and heads by turns; or on each number of ranks with every kind."""
     random = Random(25)
-    every = points(range(2, 9 if FULL else 5))
+    every = points(range(2, 9 if FULL_GRID else 5))
     random.shuffle(every)
     met = Counter[tuple[str, int]]()
     cases = [case_of("ring", 1, (4, 2), each, number, random) for number, each in enumerate(KINDS)]
     for point in every:
-        key = (parse(point.name).family.name, point.ranks if FULL else 0)
+        key = (parse(point.name).family.name, point.ranks if FULL_GRID else 0)
         met[key] += 1
-        if met[key] <= (1 if FULL else 2):
-            for each in KINDS if FULL else (KINDS[len(cases) % len(KINDS)],):
+        if met[key] <= (1 if FULL_GRID else 2):
+            for each in KINDS if FULL_GRID else (KINDS[len(cases) % len(KINDS)],):
                 cases.append(case_of(point.name, point.ranks, point.heads, each, len(cases), random, point))
     return cases
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from cases import Case, Local, check_bytes, check_exact, run
 from pairwise import sample
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 
 from tokenring import Causal, Documents, Mask, SlidingWindow
 
@@ -32,8 +32,8 @@ MASKS: dict[str, Mask] = {
     "causal documents": Causal() & DOCUMENTS,
     "window of documents": SlidingWindow(30, 40) & DOCUMENTS,
 }
-ROWS = sample(FACTORS, 120 if os.environ.get("TOKENRING_FULL_GRID") == "1" else 0, tuple(FACTORS))
-SAMPLE = ROWS if os.environ.get("TOKENRING_FULL_GRID") == "1" else ROWS[::3]
+ROWS = sample(FACTORS, 120 if FULL_GRID else 0, tuple(FACTORS))
+SAMPLE = ROWS if FULL_GRID else ROWS[::3]
 
 
 class ChosenTransport(Case):

@@ -5,7 +5,6 @@ A seeded sample of the grid; TOKENRING_FULL_GRID=1 runs all of it.
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
 from itertools import product
@@ -16,6 +15,7 @@ from cases import LIMITS, NAMES, Case, Local, check_bytes, compute, run_on
 from families import members
 from oracle import relative_error
 from ranks import Here, RankPools
+from sampling import FULL_GRID
 from test_exactness import bf16_limits
 
 from tokenring import ConfigurationError, attention
@@ -56,7 +56,7 @@ def some(family: str) -> list[Case]:
     ]
 
 
-CASES = [case for each in FAMILIES for case in (grid if os.environ.get("TOKENRING_FULL_GRID") == "1" else some)(each)]
+CASES = [case for each in FAMILIES for case in (grid if FULL_GRID else some)(each)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

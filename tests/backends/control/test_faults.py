@@ -5,13 +5,13 @@ benchmarks/kill_ranks.py runs more.
 
 from __future__ import annotations
 
-import os
 from itertools import product
 
 import pytest
 from faults import KINDS, LIMIT_SECONDS, PASSES, SCHEDULES, WORLD_SIZE, Case, Found, Outcome, run_cases
 from machines import APART
 from patience import patient
+from sampling import FULL_GRID
 
 from tokenring.backends.control.control import MAY_WAIT
 
@@ -43,7 +43,7 @@ def way_of(case: Case) -> tuple[str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_survivors_know_who_is_lost() -> None:
-    cases = sample() if os.environ.get("TOKENRING_FULL_GRID") else part_of(sample())
+    cases = sample() if FULL_GRID else part_of(sample())
     found = run_cases(cases)
     assert not (troubles := [each for case in found for each in case.troubles()]), "\n".join(troubles)
     named = [each.named == case.case.victim for case in found for each in case.outcomes]
