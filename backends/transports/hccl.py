@@ -32,7 +32,9 @@ from tokenring.backends.control.dissemination import Apart
 from tokenring.backends.interfaces import Work
 from tokenring.backends.transports.accelerated import TAG, Accelerated
 from tokenring.backends.transports.hccl_environment import (
+    ADVISED_COMMUNICATORS,
     CROWDED,
+    MANY,
     MEGABYTE,
     P2P_MEGABYTES,
     check_environment,
@@ -96,7 +98,8 @@ class HcclTransport(Accelerated):
         most = most_communicators(environment)
         return replace(
             cls.target, connection_bytes=connection_bytes(environment), most_connections=most,
-            why_few_connections="" if most is None else CROWDED,
+            advised_connections=ADVISED_COMMUNICATORS if most is None else None,
+            why_few_connections=MANY if most is None else CROWDED,
         )  # fmt: skip
 
     def in_mode(self, name: str) -> HcclTransport:

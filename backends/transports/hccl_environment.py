@@ -26,6 +26,9 @@ CROWDED = (
     f"all AI CPU cores, and what they wait for cannot begin"
 )
 
+ADVISED_COMMUNICATORS = 64  # our own figure: one with each of 63 others, or four with each of 16; of 40 MB each
+MANY = f"more than {ADVISED_COMMUNICATORS} communicators on a rank take gigabytes, and long to make"
+
 
 def watchdog_seconds(environment: Mapping[str, str]) -> float:
     """Return the seconds after a message's post on the host at which torch_npu may give it up.

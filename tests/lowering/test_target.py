@@ -38,7 +38,8 @@ def other_value(name: str) -> object:
     default = getattr(IDEAL, name)
     if isinstance(default, bool):
         return not default
-    return {"most_connections": 16, "why_few_connections": "no room"}.get(name, 1 if default else 1 << 20)
+    known = {"most_connections": 16, "advised_connections": 60, "why_few_connections": "no room"}
+    return known.get(name, 1 if default else 1 << 20)
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Target) if field.name not in LOWERED])

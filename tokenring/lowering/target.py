@@ -34,7 +34,8 @@ class Target:
     channel. connection_bytes: device memory that a connection of two ranks takes at each of them, beside the pool:
     one for each channel (if there are several), and for each direction unless they share a queue. group_bytes: what a
     connection of all ranks of an exchange takes at each of them. most_connections: how many a rank may have in all,
-    None without a limit; why_few_connections says whose it is. mailboxes: messages go by way of boxes beside the pool
+    None without a limit; advised_connections: how many are advised, None without advice; why_few_connections says whose
+    either is. mailboxes: messages go by way of boxes beside the pool
     (`lowering.mailboxes`), which take device memory at every rank. batching: messages move in batches
     (`lowering.rounds`) over one connection of all ranks for each channel; one_pair: of one send and one receive each.
 
@@ -58,6 +59,7 @@ class Target:
     connection_bytes: int = 0
     group_bytes: int = 0
     most_connections: int | None = None
+    advised_connections: int | None = None
     why_few_connections: str = ""
     mailboxes: bool = False
     batching: bool = False

@@ -22,6 +22,7 @@ from tokenring.planner.bounds.mask_density import (
     visible_share,
 )
 from tokenring.planner.choosing.candidates import MISFIT
+from tokenring.planner.choosing.few_connections import with_few_connections
 from tokenring.planner.choosing.judged import NOTHING_YET, Judged, Judgement, Selection
 from tokenring.planner.choosing.memory_fallback import over, within_limit
 from tokenring.planner.choosing.memory_limits import needs
@@ -80,7 +81,8 @@ def plan_call(call: CallToPlan) -> Plan:
     tile kept for last. The same input gives the same plan, everywhere.
     """
     with no_collection():  # a quarter of the time; what is made lives to the end
-        return within_limit(lambda setting: _plan(replace(call, setting=setting)), *_limited(call))
+        found = within_limit(lambda setting: _plan(replace(call, setting=setting)), *_limited(call))
+        return with_few_connections(found, *_limited(call), lambda mode, name: _plan_named(call.in_mode(mode), name))
 
 
 def with_simulated(call: CallToPlan, plan: Plan, count: int) -> Plan:
@@ -123,6 +125,14 @@ def _plan(call: CallToPlan) -> Plan:
     _check_one_row(call)
     first = _first_round(call)
     return decide(_refined(call, first), setting, call_bound(call), limit)
+
+
+def _plan_named(call: CallToPlan, name: str) -> Plan:
+    """Return the plan for a call with the schedule of this name, as it is."""
+    if is_large(call.setting.interconnect, EXACT_RANKS):
+        return _plan(replace(call, families=(name,)))
+    found = judge(_choices(call, [name]), call.setting, call.memory_limit_bytes, call.everything)
+    return decide(found, call.setting, call_bound(call), call.memory_limit_bytes)
 
 
 def _refined(call: CallToPlan, first: Judgement) -> Judgement:
@@ -251,7 +261,10 @@ def plan_or_forecast(call: CallToPlan) -> Plan | Forecast:
 def forecast_call(call: CallToPlan) -> Forecast:
     """Return the forecast for a world of many equal hosts, without making a schedule. Raises ConfigurationError."""
     with no_collection():
-        return within_limit(lambda setting: _forecast(replace(call, setting=setting)), *_limited(call))
+        found = within_limit(lambda setting: _forecast(replace(call, setting=setting)), *_limited(call))
+        return with_few_connections(
+            found, *_limited(call), lambda mode, name: _forecast(replace(call.in_mode(mode), families=(name,)))
+        )
 
 
 def _forecast(call: CallToPlan, fastest_alone: bool = False) -> Forecast:

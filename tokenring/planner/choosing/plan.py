@@ -22,7 +22,7 @@ READ = (FORMAT, "tokenring-plan/1", "tokenring plan")  # also its older names
 class Plan:
     """The chosen schedule, why, and what else there was, best first.
 
-    transport: the mode of the transport that it needs to keep to a memory limit; None: as it is.
+    transport: the mode of the transport that keeps it to a limit, or to few connections; None: as it is.
     """
 
     schedule: Schedule

@@ -189,7 +189,8 @@ class Planner:
     def _heard(self, transport: Transport, request: Request, plan: Callable[[], Plan]) -> bytes:
         """Return what rank 0 says of its plan, on every rank."""
         self._look_together(transport, request.device)
-        told = None if transport.rank != 0 else Background(lambda: self._said(request, plan))
+        limited = transport.target.most_connections is not None
+        told = None if transport.rank != 0 else Background(lambda: self._said(request, plan, limited))
         asked = 0
         while True:
             word = b"" if told is None else self._so_far(told, transport)
@@ -223,11 +224,16 @@ class Planner:
             found = Topology.probe(self.group, device, timeout_seconds=self._probe_seconds)
             self._seen[device] = self._seen_in(found)
 
-    def _said(self, request: Request, plan: Callable[[], Plan]) -> bytes:
-        """Return the plan, or why there is none, as the bytes that are sent to the other ranks."""
+    def _said(self, request: Request, plan: Callable[[], Plan], limited: bool) -> bytes:
+        """Return the plan, or why there is none, as the bytes that are sent to the other ranks.
+
+        limited: in connections. A mode that was taken for a limit, of these or of memory, serves no other pack of the
+        same shape, which may need more; one that was taken on advice does.
+        """
         try:
             found, net = plan(), self.look(request.device, request.workload.dtype)[0]
-            word = self.word(found, order_of(net), serves=self.memory_limit_bytes is None)
+            serves = self.memory_limit_bytes is None and not (limited and found.transport is not None)
+            word = self.word(found, order_of(net), serves)
             self._own = found
             return word
         except TokenRingError as error:
@@ -251,7 +257,7 @@ class Planner:
         LOG.info("schedule auto: %s", plan.reason)
         candidates = [asdict(each) for each in plan.candidates]
         said = {"name": plan.name, "order": order, "reason": plan.reason, "candidates": candidates}
-        return json.dumps(said | {"transport": plan.transport, SERVES: serves and plan.transport is None}).encode()
+        return json.dumps(said | {"transport": plan.transport, SERVES: serves}).encode()
 
     @staticmethod
     def understood(said: bytes, request: Request, layouts: tuple[Layout, Layout]) -> Plan:
