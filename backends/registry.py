@@ -37,7 +37,7 @@ HOMES = {name: kind for kind, name in FASTEST.items()} | dict.fromkeys(
 
 
 def modes_of(asked: object, group: Held | None, device: torch.device) -> dict[str, Target]:
-    """Return the modes of "auto" that a plan may take to keep to a limit; none if a transport was asked for by name."""
+    """Return the modes of "auto" that a plan may take to have fewer connections; none for a transport by name."""
     return bounded(automatic(group, device)) if asked == "auto" and group is not None else {}
 
 

@@ -11,6 +11,7 @@ from tokenring.cli.spelling import heads_text
 from tokenring.display.safe_text import plain
 from tokenring.display.units import mb_text, time_text
 from tokenring.errors import ConfigurationError
+from tokenring.lowering.target import Target
 from tokenring.planner.bounds.bound import Bound
 from tokenring.planner.choosing.auto import CallToPlan, forecast_call, make
 from tokenring.planner.choosing.candidates import BASELINE, Candidate, over_limit
@@ -31,7 +32,8 @@ def table(plan: Plan | Forecast, asked: Asked, candidates: Sequence[Candidate], 
     lines = [heading(asked), plan.reason, "", *rows]
     best, others = candidates[0], [each for each in candidates if each.predicted_seconds is None]
     if best.connections:
-        lines.append(connections_text(best.name, best.connections, best.connection_bytes or 0, asked))
+        over = asked.call.in_mode(plan.transport).setting.target
+        lines.append(connections_text(best.name, best.connections, best.connection_bytes or 0, over))
     if others and everything:
         lines += ["", "not simulated"] + [f"  {each.name}: {each.reason}" for each in others]
     elif others:
@@ -73,9 +75,9 @@ def _ring(call: CallToPlan, plan: Plan | Forecast) -> Candidate:
     return replace(found, reason=why)
 
 
-def connections_text(name: str, connections: int, connection_bytes: int, asked: Asked) -> str:
-    """Return the sentence that says how much of a schedule's memory is of its connections."""
-    of = "two ranks or of all that exchange" if asked.call.setting.target.collectives else "two ranks"
+def connections_text(name: str, connections: int, connection_bytes: int, over: Target) -> str:
+    """Return the sentence that says how much of a schedule's memory is of its connections, over such a transport."""
+    of = "two ranks or of all that exchange" if over.collectives else "all ranks" if over.batching else "two ranks"
     count = f"{connections} communicator{'s' if connections > 1 else ''}"
     return f"of the memory of {name}, {mb_text(connection_bytes)} are those of {count} of {of}"
 
@@ -117,7 +119,7 @@ def explained(name: str, schedule: Schedule, found: Prediction, asked: Asked, bo
     )
     lines.append(f"memory {mb_text(found.peak_bytes)} a rank for buffers and what is kept")
     if found.connection_bytes:
-        lines.append(connections_text(name, found.connections, found.connection_bytes, asked))
+        lines.append(connections_text(name, found.connections, found.connection_bytes, setting.target))
     for direction, outcome in zip(setting.passes, found.outcomes, strict=True):
         busiest = max(range(schedule.world_size), key=lambda rank: outcome.busy_seconds[rank])
         lines.append(

@@ -56,7 +56,7 @@ NOTHING_MADE: Mapping[str, Schedule] = MappingProxyType({})
 class CallToPlan:
     """The attention call that is planned for, and where it runs.
 
-    modes: of the transport, those with fewer connections that may be taken to keep to the limit.
+    modes: of the transport, those with fewer connections that may be taken to keep to the limit, or to advice.
     """
 
     setting: Setting
@@ -94,8 +94,10 @@ def with_simulated(call: CallToPlan, plan: Plan, count: int) -> Plan:
     if is_large(net, EXACT_RANKS):
         with no_collection():
             nearly = _forecast(call)
-        reason = nearly.reason if plan.transport is None else plan.reason
-        return replace(plan, reason=reason, candidates=nearly.candidates)
+        if plan.transport is None:
+            return replace(plan, reason=nearly.reason, candidates=nearly.candidates)
+        own_first = sorted(nearly.candidates, key=lambda each: each.name != plan.name)  # as its reason says
+        return replace(plan, candidates=tuple(own_first))
     known = [each.name for each in plan.candidates if each.predicted_seconds is not None]
     more = [each.name for each in plan.candidates if each.name not in known and not each.reason.startswith(MISFIT)]
     names = [*known, *more][: max(count, len(known))]
