@@ -49,7 +49,8 @@ def with_few_connections(
         return plan
     reason = f"{best.reason}; over transport {mode!r} with {_made(best)}: without, {plan.name} takes"
     reason += f" {time_text(seconds(plan))} with {_made(plan)} ({setting.target.why_few_connections})"
-    return replace(best, transport=mode, reason=reason, candidates=(best.candidates[0], *_others(plan, f"without {mode!r}")))
+    candidates = best.candidates[0], *_others(plan, f"without {mode!r}")
+    return replace(best, transport=mode, reason=reason, candidates=candidates)
 
 
 def _few_modes(modes: Mapping[str, Target], target: Target, connections: int, most: int) -> list[str]:
