@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from itertools import product
 
 import pytest
 from nets import BOTH, clusters, named, setting, workload
 
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import Pass
+from tokenring.lowering.footprint import link_bytes
 from tokenring.lowering.lower import lower
 from tokenring.lowering.target import Target
-from tokenring.planner.choosing.folded_world import FoldedWorld
+from tokenring.planner.choosing.folded_world import DEPTHS, DrawnOut, FoldedWorld
+from tokenring.planner.choosing.folding import Folding, folded
 from tokenring.planner.choosing.select import ROUNDING
-from tokenring.planner.choosing.symmetry import FoldedNet, Symmetry, _Folding, folded, symmetry_of
+from tokenring.planner.choosing.symmetry import FoldedNet, Symmetry, symmetry_of
 from tokenring.planner.simulation.operations import Operation, SimulatedPost, operations
 from tokenring.planner.simulation.predict import Setting, predict
-from tokenring.planner.simulation.simulate import simulate
+from tokenring.planner.simulation.simulate import TakesLonger, simulate
 from tokenring.schedule.families.registry import parse
 from tokenring.schedule.routes import Hop, Origin, direct
 from tokenring.schedule.scheme import Pair, Scheme
@@ -118,15 +121,50 @@ def test_refuses_hosts_that_differ(scheme: Scheme) -> None:
 @pytest.mark.parametrize("name", ["ulysses", "packed/2", "sub-sharded/6x2x1/pieces2", "sub-sharded/3x2x2"])
 def test_tiles_of_whole_rows_are_those_of_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where tiles go by their q, they are made row by row: the same schedule as pair by pair."""
-    scheme = parse(name).make(HOSTS * LOCAL)
-    symmetry = symmetry_of(scheme, HOSTS * LOCAL, LOCAL)
-    by_row = folded(scheme, 768, 768, symmetry)
-    pairs = []
+    scheme = parse(name).make(RANKS)
+    symmetry = symmetry_of(scheme, RANKS, LOCAL)
+    by_pair = folded(replace(scheme, timed_by_q=False), 768, 768, symmetry)
+    monkeypatch.delattr(Folding, "_pairs")
+    assert folded(scheme, 768, 768, symmetry) == by_pair
 
-    def by_pair(*each: Any) -> Any:
-        pairs.append(name)
-        return _Folding._tiles(*each)
 
-    monkeypatch.setattr(_Folding, "_tiles_by_q", by_pair)
-    assert folded(scheme, 768, 768, symmetry) == by_row
-    assert pairs
+@pytest.mark.parametrize("name", [*NAMES, "packed/2", "all-gather-kv", "sub-sharded/6x2x1/pieces2", "mesh-q/3x4"])
+def test_what_is_counted_is_what_is_made(name: str) -> None:
+    """Bytes on links before there are moves; and a rank's program, of its own moves alone, is that of all of host 0."""
+    scheme, size = parse(name).make(RANKS), workload(RANKS, (12, 12), 192)
+    found = Folding(scheme, size.q_length, size.kv_length, symmetry_of(scheme, RANKS, LOCAL))
+    whole = found.schedule()
+    for direction, rank in product(BOTH, (0, LOCAL - 1)):
+        links = link_bytes(whole, size, direction)
+        assert found.link_bytes(size, direction) == {link: n for link, n in links.items() if link[0] < LOCAL}
+        of_rank = found.schedule(rank)
+        assert len(of_rank.moves) < len(whole.moves)
+        for target in (Target(), Target(early_receives=False)):
+            program = lower(whole, rank, direction, size, target)
+            assert lower(of_rank, rank, direction, size, target) == program
+
+
+@pytest.mark.parametrize("name", ["ring", "tokenring", "usp/4", "case-iii/4"])
+def test_bounds_look_deeper(name: str) -> None:
+    """Each look finds no less, and no more than what is simulated; drawn out from few hosts as well."""
+    asked = setting(clusters(16, LOCAL), workload(16 * LOCAL, (12, 12), 192), BOTH, tflops=0.5)
+    few, twice, whole = (FoldedWorld(name, asked, 1.0, hosts, LOCAL) for hosts in (2, 4, 16))
+    worlds: tuple[FoldedWorld | DrawnOut, ...] = whole, DrawnOut(few, twice, 7.0)
+    for direction, world in product(BOTH, worlds):
+        bounds = [world.least_seconds(direction, depth) for depth in DEPTHS]
+        seconds = world.one_pass(direction).seconds
+        assert bounds == sorted(bounds)
+        assert bounds[-1] <= seconds * ROUNDING
+        assert bounds[-1] >= 0.7 * seconds  # a bound of nothing would hold, too
+
+
+def test_a_pass_that_takes_longer() -> None:
+    """Drawn out, twice as many hosts are simulated no longer than the line may rise."""
+    asked = setting(clusters(16, LOCAL), workload(16 * LOCAL, (12, 12), 192), BOTH, tflops=0.5)
+    worlds = [FoldedWorld("ring", asked, 1.0, hosts, LOCAL) for hosts in (2, 4)]
+    seconds = DrawnOut(worlds[0], worlds[1], 7.0).one_pass("backward").seconds
+    for share in (0.5, 0.99):
+        fresh = DrawnOut(worlds[0], FoldedWorld("ring", asked, 1.0, 4, LOCAL), 7.0)
+        with pytest.raises(TakesLonger):
+            fresh.one_pass("backward", share * seconds)
+    assert fresh.one_pass("backward", 1.01 * seconds).seconds == seconds

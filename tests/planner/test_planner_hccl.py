@@ -17,9 +17,10 @@ from tokenring.ir.schedule_data import PASSES
 from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.footprint import connections
 from tokenring.lowering.target import links
+from tokenring.planner.choosing.folding import folded
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.choosing.scale_out import Task, figures
-from tokenring.planner.choosing.symmetry import folded, symmetry_of
+from tokenring.planner.choosing.symmetry import symmetry_of
 from tokenring.planner.interconnects.interconnect import full_mesh
 from tokenring.planner.simulation.predict import Setting, predict
 from tokenring.schedule.families.registry import parse

@@ -30,6 +30,7 @@ PARTIALS = "partials"
 Runs = tuple[tuple[int, int], ...]  # rows [start, stop) of a unit: ascending, with rows between them that are left out
 PARTIAL_OF: dict[str, Kind] = {"q": "q_partial", "kv": "kv_partial"}
 REQUEST_OF: dict[str, Kind] = {"q_partial": "q", "kv_partial": "kv"}
+SHORT_NAMES: dict[str, str] = {"q": "q", "kv": "kv", "q_partial": "o", "kv_partial": "dkv"}
 FULL = "fp32"  # the codec of partials that go in fp32 where they need not
 
 Names = tuple[tuple[str, ...], tuple[str, ...]]  # statistics, which are fp32 everywhere; tensors
@@ -98,11 +99,13 @@ class Block(NamedTuple):
         return Block(REQUEST_OF[self.kind], self.chunk, self.heads, self.piece)
 
     def __str__(self) -> str:
-        name = {"q": "q", "kv": "kv", "q_partial": "o", "kv_partial": "dkv"}[self.kind]
-        heads = f".h{self.heads}" if self.heads else ""
-        piece = f".p{self.piece}" if self.piece else ""
-        made_at = "" if self.made_at is None else f"@{self.made_at}"
-        return f"{name}{self.chunk}{heads}{piece}{made_at}"
+        kind, chunk, heads, piece, made_at = self
+        text = f"{SHORT_NAMES[kind]}{chunk}"
+        if heads:
+            text += f".h{heads}"
+        if piece:
+            text += f".p{piece}"
+        return text if made_at is None else f"{text}@{made_at}"
 
 
 class Move(NamedTuple):

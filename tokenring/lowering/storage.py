@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -33,25 +33,23 @@ class Message:
     """
 
     def __init__(self, storage: Storage, parts: list[MovePart]) -> None:
-        first, schedule = parts[0].move, storage.schedule
-        self.parts, self.first = tuple(parts), parts[0].start
-        length = schedule.unit_length(first.block.kind)
-        self.whole = all(part.stop - part.start == length for part in parts)
-        self.step, self.src, self.dst, self.channel, self.add = (
-            first.step,
-            first.src,
-            first.dst,
-            first.channel,
-            first.add,
-        )
-        self.block = first.block
-        self.kind, self.made_at = first.block.kind, first.block.made_at
-        self.blocks = tuple(part.move.block for part in parts)
+        (first, self.first, stop), schedule = parts[0], storage.schedule
+        self.parts = tuple(parts)
+        self.step, self.block, self.src, self.dst, self.channel, self.add, _ = first
+        self.kind, _, _, _, self.made_at = self.block
+        length = schedule.unit_length(self.kind)
+        if len(parts) == 1:
+            self.blocks: tuple[Block, ...] = (self.block,)
+            self.rows = stop - self.first
+            self.whole = self.rows == length
+        else:
+            self.blocks = tuple(part.move.block for part in parts)
+            self.rows = sum(stop - start for _, start, stop in parts)
+            self.whole = all(stop - start == length for _, start, stop in parts)
         self.units = self.blocks if self.made_at is None else tuple(block.request() for block in self.blocks)
         self.unit = self.units[0]
-        self.owner = schedule.owner(self.unit)
         self.group = storage.group(self.unit)
-        self.rows = sum(stop - start for _, start, stop in parts)
+        self.owner = self.group[1]
         self.full_precision = schedule.in_full_precision(first)
         self.label = f"step {self.step}, {','.join(map(_name, parts))}"
 
@@ -87,8 +85,8 @@ class _Stretch:
     def _joined(self, storage: Storage) -> Iterator[list[MovePart]]:
         """Yield what goes in one message: rows that are neighbours at both ends."""
         runs, moves = storage.schedule.runs, self._moves
-        if len(moves) == 1:  # whose runs are apart
-            yield from ([MovePart(moves[0], *run)] for run in runs(moves[0]))
+        if len(moves) == 1 or storage.has_lone_chunks:  # runs of one move are apart
+            yield from ([MovePart(move, *run)] for move in moves for run in runs(move))
             return
         joined: list[MovePart] = []
         last = None
@@ -216,6 +214,11 @@ class Storage:
                 found[src].append(stretch)
                 found[dst].append(stretch)
         return self._stretches[direction]
+
+    @cached_property
+    def has_lone_chunks(self) -> bool:
+        """True if each rank owns one chunk: no two blocks are neighbours at both ends of a move."""
+        return all(len(self.schedule.layout_of(kind).chunks) == self.schedule.world_size for kind in ("q", "kv"))
 
     def wire_place(self, move: Move) -> tuple[object, int, int]:
         """Return what neighbours in a message share, and the rows from which and into which the block goes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tokenring.sequence.layout import Layout, Positions
+from tokenring.sequence.layout import Layout, Positions, join_chunks
 from tokenring.sequence.mask import Mask
 from tokenring.sequence.region import Patch
 
@@ -84,9 +84,14 @@ def _share_of(mask: Mask, q_layout: Layout, kv_layout: Layout, q_owner: int, kv_
 
 def _seen(mask: Mask, q_layout: Layout, kv_layout: Layout, q_owners: Iterable[int], kv_owners: Iterable[int]) -> int:
     """Return the number of visible pairs of queries of some ranks and keys of some."""
-    queries = [chunk for rank in q_owners for chunk in q_layout.owned_by(rank)]
-    keys = [kv_layout.chunks[chunk] for rank in kv_owners for chunk in kv_layout.owned_by(rank)]
-    return sum(patch.pairs() for q in queries for kv in keys for patch in _patches(mask, q_layout, q, kv))
+    queries, keys = _owned(q_layout, q_owners), _owned(kv_layout, kv_owners)
+    return sum(patch.pairs() for q in queries for kv in keys for patch in mask.region(q, kv))
+
+
+def _owned(layout: Layout, owners: Iterable[int]) -> list[Positions]:
+    """Return the positions that these ranks own, neighbouring chunks together."""
+    chunks = (layout.chunks[chunk] for rank in owners for chunk in layout.owned_by(rank))
+    return join_chunks(sorted(chunk for chunk in chunks if len(chunk)))
 
 
 def _patches(mask: Mask, q_layout: Layout, chunk: int, kv: Positions) -> Iterable[Patch]:

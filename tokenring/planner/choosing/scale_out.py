@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from tokenring.display.units import time_text
@@ -20,10 +20,19 @@ from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.lowering.footprint import HeldBytes
 from tokenring.planner.bounds.bound import Bound
 from tokenring.planner.choosing.candidates import Candidate, over_limit
-from tokenring.planner.choosing.folded_world import Figures, FoldedWorld, tiles_of_host
+from tokenring.planner.choosing.folded_world import (
+    CHAINED,
+    NO_TIME,
+    DrawnOut,
+    Figures,
+    FoldedWorld,
+    folded_net,
+    tiles_of_host,
+)
 from tokenring.planner.choosing.plan import Forecast
 from tokenring.planner.choosing.progress import Progress
 from tokenring.planner.choosing.select import ROUNDING, SAME, binding_text, check_count, connected, too_little_text
+from tokenring.planner.choosing.symmetry import FoldedNet
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.simulation.predict import Setting
 from tokenring.planner.simulation.simulate import TakesLonger
@@ -46,7 +55,8 @@ class Task:
 
     share: of all (query, key) pairs, how many the mask leaves. layouts: of q and of kv, whose chunks pieces must
     divide. notes: what the mask and the layouts change that the time does not count. most_tiles: of one host, that are
-    folded as they are; schedules with more are drawn out from a few hosts. known: worlds folded before.
+    folded as they are; schedules with more are drawn out from a few hosts. known: worlds folded before; nets:
+    theirs, by how many hosts.
     """
 
     setting: Setting
@@ -56,11 +66,14 @@ class Task:
     most_tiles: int = MOST_TILES
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
     known: dict[tuple[str, int], FoldedWorld] = field(init=False, default_factory=dict, compare=False, repr=False)
+    nets: dict[int, FoldedNet] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def world(self, name: str, hosts: int, unit: int) -> FoldedWorld:
         """Return the schedule folded on so many hosts. Raises ConfigurationError if it does not fold."""
         if (name, hosts) not in self.known:
-            self.known[name, hosts] = FoldedWorld(name, self.setting, self.share, hosts, unit)
+            if hosts not in self.nets:
+                self.nets[hosts] = folded_net(self.setting.interconnect, hosts, unit)
+            self.known[name, hosts] = FoldedWorld(name, self.setting, self.share, hosts, unit, self.nets[hosts])
         return self.known[name, hosts]
 
 
@@ -90,11 +103,11 @@ def _judged(
 ) -> Iterator[tuple[str, Figures | ConfigurationError | None]]:
     """Yield the figures, or why there are none; None where it takes more than so many times as long as enough others.
 
-    best: so many that keep to the limit are enough. Those that need least come first: by their busiest wires and the
-    kernels of a rank at first, and then, pass by pass, by all that it does; the last pass has most to it.
+    best: so many that keep to the limit are enough. Those that need least come first: by bounds that look deeper pass
+    by pass, the last pass first, which has most to it.
     """
     fastest = [math.inf] * best  # of what keeps to the limit
-    waiting: list[tuple[float, int, str, int]] = []  # the last: passes of which all was counted
+    waiting: list[tuple[float, int, str, int]] = []  # the last: how many looks were taken
     task.progress.known += len(names)
     for at, name in enumerate(names):
         try:
@@ -104,14 +117,14 @@ def _judged(
             yield name, error
     heapify(waiting)
     while waiting:
-        least, at, name, counted = heappop(waiting)
+        least, at, name, looks = heappop(waiting)
         most = ROUNDING * times * fastest[best - 1]
-        if counted < len(task.setting.passes) and not (least > most and _is_whole(name, task)):
-            heappush(waiting, (_least_seconds(name, task, counted + 1), at, name, counted + 1))
+        if looks < CHAINED * len(task.setting.passes) and least <= most:
+            heappush(waiting, (_least_seconds(name, task, looks + 1), at, name, looks + 1))
             continue
         task.progress.looked_at += 1
         try:
-            each = figures(name, task, FEW_HOSTS, most)
+            each = figures(name, task, FEW_HOSTS, most) if least <= most else None
             if each is not None:
                 check_count(round(each.connections), task.setting.target)
                 insort(fastest, each.seconds if each.peak_bytes <= limit_bytes else math.inf)
@@ -121,26 +134,20 @@ def _judged(
             yield name, each
 
 
-def _least_seconds(name: str, task: Task, counted: int) -> float:
-    """Return what the schedule takes at least in the larger of its worlds, or its only one: by its wires and kernels.
+def _least_seconds(name: str, task: Task, looks: int) -> float:
+    """Return what the schedule takes at least on all hosts, after so many looks: each goes deeper into one pass.
 
-    counted: of so many of the last passes, by all that a rank does. Raises ConfigurationError if it does not fold.
+    The last pass comes first each time. Raises ConfigurationError if it does not fold.
     """
-    world, passes = _worlds(name, task, FEW_HOSTS)[0][-1], task.setting.passes
-    rest = passes[: len(passes) - counted]
-    least = sum(max(world.wire_seconds(each), world.kernel_seconds(each)) for each in rest)
-    return least + sum(map(world.least_seconds, passes[len(rest) :]))
-
-
-def _is_whole(name: str, task: Task) -> bool:
-    """Return whether all hosts are folded: what some take does not bound what all take."""
-    return len(_worlds(name, task, FEW_HOSTS)[0]) == 1
+    world, passes = _world(name, task, FEW_HOSTS), task.setting.passes
+    depths = ((looks + at) // len(passes) for at in range(len(passes)))  # of each pass
+    return sum(world.least_seconds(each, depth) for each, depth in zip(passes, depths, strict=True))
 
 
 def _folds_whole(name: str, task: Task) -> bool:
     """Return whether all hosts are folded, or none: what is known of the fastest is then not looked at again."""
     try:
-        return _is_whole(name, task)
+        return isinstance(_world(name, task, FEW_HOSTS), FoldedWorld)
     except ConfigurationError:
         return True
 
@@ -267,21 +274,16 @@ def figures(name: str, task: Task, few_hosts: int, hopeless_seconds: float) -> F
     Returns None as soon as it takes longer than `hopeless_seconds`. Raises ConfigurationError if it does not fold or
     fit.
     """
-    worlds, times = _worlds(name, task, few_hosts)
-    passes, total = task.setting.passes, None
-    whole = worlds[0] if len(worlds) == 1 else None  # else what some hosts take does not bound what all take
-    wires = [0.0 if whole is None else whole.wire_seconds(each) for each in passes]
-    if sum(wires) > hopeless_seconds:
-        return None
-    least = [0.0 if whole is None else whole.least_seconds(each) for each in passes]
-    for at, direction in enumerate(passes):
-        left_seconds = hopeless_seconds - (total.seconds if total else 0.0) - sum(least[at + 1 :])
+    world, passes = _world(name, task, few_hosts), task.setting.passes
+    total = NO_TIME
+    least = {each: world.least_seconds(each) if hopeless_seconds < math.inf else 0.0 for each in passes}
+    for direction in reversed(passes):
+        rest_seconds = sum(least[each] for each in passes[: passes.index(direction)])
         try:
-            found = [world.one_pass(direction, left_seconds if whole else math.inf) for world in worlds]
+            one = world.one_pass(direction, hopeless_seconds - total.seconds - rest_seconds)
         except TakesLonger:
             return None
-        one = found[0] if whole else found[0].grown(found[1], times)
-        total = total.and_then(one) if total else one
+        total = one.and_then(total)
         if total.seconds > hopeless_seconds:
             return None
     return total
@@ -289,26 +291,23 @@ def figures(name: str, task: Task, few_hosts: int, hopeless_seconds: float) -> F
 
 def needed(name: str, task: Task) -> HeldBytes:
     """Return what `figures` would say that a schedule needs. Raises ConfigurationError if it does not fold or fit."""
-    worlds, times = _worlds(name, task, FEW_HOSTS)
-    total = Figures(*[0.0] * len(fields(Figures)))
+    world, total = _world(name, task, FEW_HOSTS), NO_TIME
     for direction in task.setting.passes:
-        found = [replace(total, **world.needs(direction)._asdict()) for world in worlds]
-        total = total.and_then(found[0] if len(found) == 1 else found[0].grown(found[1], times))
+        total = total.and_then(world.holds(direction))
     return total.needs
 
 
-def _worlds(name: str, task: Task, few_hosts: int) -> tuple[list[FoldedWorld], float]:
-    """Return worlds of all hosts, or a few and twice as many, and how far all are from the few in steps of the few."""
+def _world(name: str, task: Task, few_hosts: int) -> FoldedWorld | DrawnOut:
+    """Return the schedule on all hosts: folded, or drawn out from at least so many and twice as many."""
     net = task.setting.interconnect
     hosts, unit = len(net.fabrics), net.world_size // len(net.fabrics)
     scheme = parse(name).make(net.world_size)
     check_fit(name, scheme, task.setting.workload, *task.layouts)
     few = _few_hosts(scheme, unit, few_hosts)
     if tiles_of_host(scheme, net.world_size, unit) <= task.most_tiles or 2 * few >= hosts:
-        worlds = [task.world(name, hosts, unit)]
-    else:
-        worlds = [task.world(_shrunk(name, hosts // some), some, unit) for some in (few, 2 * few)]
-    return worlds, (hosts - few) / few
+        return task.world(name, hosts, unit)
+    small, large = (task.world(_shrunk(name, hosts // some), some, unit) for some in (few, 2 * few))
+    return DrawnOut(small, large, (hosts - few) / few)
 
 
 def _few_hosts(scheme: Scheme, unit: int, few: int) -> int:
