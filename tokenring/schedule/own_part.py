@@ -7,15 +7,15 @@ program of this one depends on is asked: which blocks they use, when they are do
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields
-from functools import cached_property
-from operator import itemgetter
+from functools import cached_property, reduce
+from operator import itemgetter, or_
 from typing import TYPE_CHECKING
 
 from tokenring.ir.passes import keep_for_last, move_order, order, sight_of, tile_order
-from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, ScheduleData, Tile
-from tokenring.schedule.routes import Gather, Hop, Makers, Origin, Return, return_direct
+from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUEST_OF, REQUESTS, Block, Kind, Move, ScheduleData, Tile
+from tokenring.schedule.routes import Hop, return_direct
 from tokenring.schedule.scheme import (
     Groups,
     Pair,
@@ -28,14 +28,14 @@ from tokenring.schedule.scheme import (
     joined_rows,
     nothing_moves_yet,
 )
+from tokenring.schedule.sides import Key, Side, seen_units, units_in
 
 if TYPE_CHECKING:
     from tokenring.schedule.schedule import Schedule
     from tokenring.sequence.layout import Layout
     from tokenring.sequence.mask import Mask
 
-Key = tuple[int, int, int]  # owner, head group and piece: their units go the same ways, at the same time
-Unit = tuple[int, int]  # the number of a unit, and its head group
+Used = dict[Kind, dict[int, int]]  # by kind and head group: units, as bits
 _step_of = itemgetter(0)  # of a hop
 
 
@@ -52,6 +52,11 @@ class OwnPart(ScheduleData):
         own: int = vars(self)["rank"]
         return list(self.tiles) if rank == own else vars(self)["parts"].tiles(rank)
 
+    def joined_at(self, rank: int, block: Block) -> Collection[Key] | None:
+        """Return whose units lie with a block's at another rank, without making the tiles there."""
+        own: int = vars(self)["rank"]
+        return None if rank == own else vars(self)["parts"].joined_at(rank, block)
+
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
@@ -66,13 +71,14 @@ class OwnParts:
     def __init__(self, scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:
         self.scheme = scheme
         self.empty = nothing_moves_yet(scheme, q_layout, kv_layout, mask)
-        self._sees = sight_of(self.empty)
-        self._q = _Side(self.empty, "q", scheme.gather_q, scheme.return_q)
-        self._kv = _Side(self.empty, "kv", scheme.gather_kv, scheme.return_kv)
+        self._q = Side(self.empty, "q", scheme.gather_q, scheme.return_q)
+        self._kv = Side(self.empty, "kv", scheme.gather_kv, scheme.return_kv)
+        self._sees = seen_units(self.empty)
         self._by_q = scheme.placed_by_q and scheme.place_for is None
         self._by_rows = goes_by_q(scheme) and not scheme.together
         self._place = scheme.place if scheme.place_for is None else scheme.place_for(q_layout, kv_layout, mask)
-        self._used_known: dict[int, dict[Kind, set[Unit]]] = {}
+        self._used_known: dict[int, Used] = {}
+        self._joined_known: dict[int, dict[Kind, list[Sequence[Key]]]] = {}
         self._last_known: dict[int, int] = {}
         self._made: tuple[int, OwnPart] | None = None  # the part that was last asked for: that of both passes
 
@@ -105,7 +111,8 @@ class OwnParts:
 
     def tiles(self, rank: int) -> list[Tile]:
         """Return the tiles of a rank, in order; none is kept for last."""
-        parts = (self._sees.part(tile, tile.q, tile.kv) for tile in self._all_tiles(rank))
+        sees = sight_of(self.empty)
+        parts = (sees.part(tile, tile.q, tile.kv) for tile in self._all_tiles(rank))
         return sorted((tile for tile in parts if tile.q), key=tile_order)
 
     def _all_tiles(self, rank: int) -> list[Tile]:
@@ -177,32 +184,91 @@ class OwnParts:
             self._last_known[rank] = max((self._step(rank, q, kv) for q, kv in self._pairs(rank)), default=0)
         return self._last_known[rank]
 
+    # ---------- what lies together at others
+
+    def joined_at(self, rank: int, block: Block) -> Collection[Key] | None:
+        """Return whose units lie in one slot with a block's at a rank; None where the end of the sequence cuts some."""
+        kind = REQUEST_OF.get(block.kind, block.kind)
+        if not self.empty.layout_of(kind).is_even:
+            return None
+        if rank not in self._joined_known:
+            self._joined_known[rank] = self._joined(rank)
+        found = {(self.empty.owner(block), block.heads, block.piece)}
+        left, more = self._joined_known[rank][kind], True
+        while more:
+            apart = []
+            for some in left:
+                if found.isdisjoint(some):
+                    apart.append(some)
+                else:
+                    found.update(some)
+            left, more = apart, len(apart) < len(left)
+        return found
+
+    def _joined(self, rank: int) -> dict[Kind, list[Sequence[Key]]]:
+        """Return the units that a tile of a rank reads together, of each of its tiles that reads several owners'."""
+        found: dict[Kind, list[Sequence[Key]]] = {"q": [], "kv": []}
+        for queries, keys, here in self._products(rank):
+            shown, seeing = 0, []
+            for q in queries:
+                if seen := self._seen_by(q) & here:
+                    seeing.append(q)
+                    shown |= seen
+            found["q"].append(seeing)
+            found["kv"].append(keys if shown == here else [kv for kv in keys if self._kv.bits[kv] & shown])
+        return found
+
+    def _seen_by(self, q: Key) -> int:
+        """Return the units of kv of which any unit of an owner's sees anything, as bits."""
+        return reduce(or_, (self._sees[unit] for unit in self._q.units[q]))
+
+    def _products(self, rank: int) -> Iterator[tuple[Sequence[Key], Sequence[Key], int]]:
+        """Yield q and kv, and kv's units as bits, of each tile of a rank that `joined` makes of several."""
+        bits, by_piece = self._kv.bits, self._kv.bits_of_piece
+        if self._by_rows:
+            rows: dict[tuple[int, int], list[tuple[Key, int]]] = defaultdict(list)
+            for q, kv_piece in self._rows_at[rank]:
+                rows[self._row_step(q, kv_piece), q[1]].append((q, kv_piece))
+            for (_, heads), each in rows.items():
+                queries, pieces = dict.fromkeys(q for q, _ in each), dict.fromkeys(piece for _, piece in each)
+                if self.empty.world_size > 1 and len(each) == len(queries) * len(pieces):
+                    keys = [kv for piece in pieces for kv in self._kv.by_heads_and_piece[heads, piece]]
+                    yield list(queries), keys, reduce(or_, (by_piece[piece] for piece in pieces))
+            return
+        pairs: dict[tuple[int, int], list[tuple[Key, Key]]] = defaultdict(list)
+        for q, kv, step in self._work(rank):
+            pairs[step, q[1]].append((q, kv))
+        for some in pairs.values():
+            queries, keys = dict.fromkeys(q for q, _ in some), list(dict.fromkeys(kv for _, kv in some))
+            if 1 < len(some) == len(queries) * len(keys):
+                yield list(queries), keys, reduce(or_, (bits[kv] for kv in keys))
+
     # ---------- what tiles read and make
 
-    def _used(self, rank: int) -> dict[Kind, set[Unit]]:
+    def _used(self, rank: int) -> Used:
         """Return the units of q, and of kv, that tiles of a rank read, of which the mask shows something."""
         if rank not in self._used_known:
             self._used_known[rank] = self._used_at(rank)
         return self._used_known[rank]
 
-    def _used_at(self, rank: int) -> dict[Kind, set[Unit]]:
-        here: dict[Key, set[int]] = defaultdict(set)  # kv units that a q unit meets
+    def _used_at(self, rank: int) -> Used:
+        here: dict[Key, int] = defaultdict(int)  # kv units that a q unit meets
         if self._by_q:
             for q, kv_piece in self._rows_at[rank]:
-                here[q] |= self._kv.of_piece[kv_piece]
+                here[q] |= self._kv.bits_of_piece[kv_piece]
         else:
             for q, kv in self._pairs_at[rank]:
-                here[q].update(self._kv.units[kv])
-        q_used, shown = set[Unit](), dict[int, set[int]]()
+                here[q] |= self._kv.bits[kv]
+        used: dict[int, int] = defaultdict(int)
+        shown: dict[int, int] = defaultdict(int)
         for q, units in here.items():
             for unit in self._q.units[q]:
-                seen = self._sees.seen_by(unit) & units
-                if seen:
-                    q_used.add((unit, q[1]))
-                    shown.setdefault(q[1], set()).update(seen)
-        return {"q": q_used, "kv": {(unit, heads) for heads, units in shown.items() for unit in units}}
+                if seen := self._sees[unit] & units:
+                    used[q[1]] |= 1 << unit
+                    shown[q[1]] |= seen
+        return {"q": used, "kv": shown}
 
-    def _makers(self, side: _Side, key: Key) -> dict[int, int]:
+    def _makers(self, side: Side, key: Key) -> dict[int, int]:
         """Return the ranks that make partials for units elsewhere, with the step of the last tile of each."""
         found: dict[int, int] = {}
         for rank, step in self._tiles_of(side, key):
@@ -210,7 +276,7 @@ class OwnParts:
                 found[rank] = step
         return found
 
-    def _tiles_of(self, side: _Side, key: Key) -> Iterator[tuple[int, int]]:
+    def _tiles_of(self, side: Side, key: Key) -> Iterator[tuple[int, int]]:
         """Yield rank and step of each tile of a unit's."""
         if side.kind == "q" and self._by_rows:
             for piece in range(self.scheme.kv_pieces):
@@ -222,10 +288,10 @@ class OwnParts:
             if rank != key[0]:
                 yield rank, self._last(rank) if self.scheme.together else self._step(rank, q, kv)
 
-    def _other(self, side: _Side) -> _Side:
+    def _other(self, side: Side) -> Side:
         return self._kv if side.kind == "q" else self._q
 
-    def _own_last(self, side: _Side, rank: int) -> dict[Key, int]:
+    def _own_last(self, side: Side, rank: int) -> dict[Key, int]:
         """Return the step of a rank's last tile of each unit that it does not own."""
         found: dict[Key, int] = {}
         if self._by_rows:
@@ -242,7 +308,7 @@ class OwnParts:
 
     # ---------- moves
 
-    def _requests(self, side: _Side, rank: int) -> Iterator[Move]:
+    def _requests(self, side: Side, rank: int) -> Iterator[Move]:
         """Yield the requests that a rank sends and receives."""
         for key in side.blocks:
             if key[0] != rank and rank not in side.due(key):
@@ -254,18 +320,18 @@ class OwnParts:
                 if rank in (src, dst):
                     yield Move(step, block, src, dst, REQUESTS)
 
-    def _needed(self, side: _Side, key: Key, hops: Iterable[Hop]) -> Iterator[tuple[Block, Hop]]:
+    def _needed(self, side: Side, key: Key, hops: Iterable[Hop]) -> Iterator[tuple[Block, Hop]]:
         """Yield the hops of each block that are needed: whose end uses it or passes it on."""
         last_first = sorted(hops, key=_step_of, reverse=True)
-        used = [self._used(hop.dst)[side.kind] for hop in last_first]
+        used = [self._used(hop[2])[side.kind].get(key[1], 0) for hop in last_first]
         for block, unit in zip(side.blocks[key], side.units[key], strict=True):
-            needed, wanted = set[int](), (unit, key[1])
+            needed = set[int]()
             for hop, used_there in zip(last_first, used, strict=True):
-                if wanted in used_there or hop[2] in needed:
+                if used_there >> unit & 1 or hop[2] in needed:
                     needed.add(hop[1])
                     yield block, hop
 
-    def _partials(self, side: _Side, rank: int, wide: set[Block]) -> Iterator[Move]:
+    def _partials(self, side: Side, rank: int, wide: set[Block]) -> Iterator[Move]:
         """Yield the partials that a rank sends and receives; fill `wide` with those that relays add."""
         straight = side.back is return_direct
         own = self._own_last(side, rank) if straight else {}
@@ -285,13 +351,14 @@ class OwnParts:
                 if rank in (src, dst):
                     yield Move(step, partial, src, dst, PARTIALS, add)
 
-    def _fed(self, side: _Side, key: Key, hops: Iterable[Hop]) -> Iterator[tuple[Block, Hop]]:
+    def _fed(self, side: Side, key: Key, hops: Iterable[Hop]) -> Iterator[tuple[Block, Hop]]:
         """Yield the hops of partials for each block that carry any: whose source made or received some."""
         first_first = sorted(hops, key=_step_of)
+        made = [self._used(hop[1])[side.kind].get(key[1], 0) for hop in first_first]
         for block, unit in zip(side.blocks[key], side.units[key], strict=True):
-            received, made = set[int](), (unit, key[1])
-            for hop in first_first:
-                if hop.src in received or made in self._used(hop.src)[side.kind]:
+            received = set[int]()
+            for hop, made_there in zip(first_first, made, strict=True):
+                if hop.src in received or made_there >> unit & 1:
                     if hop.add:
                         received.add(hop.dst)
                     yield block, hop
@@ -302,8 +369,9 @@ class OwnParts:
         by_kv: Ranks = defaultdict(set)
         for side, pieces, found in ((self._q, self.scheme.q_pieces, by_q), (self._kv, self.scheme.kv_pieces, by_kv)):
             for rank in range(self.empty.world_size):
-                for unit, heads in self._used(rank)[side.kind]:
-                    found[unit // pieces, heads, unit % pieces].add(rank)
+                for heads, bits in self._used(rank)[side.kind].items():
+                    for unit in units_in(bits):
+                        found[unit // pieces, heads, unit % pieces].add(rank)
         return by_q, by_kv
 
     def moves_by_pair(self) -> Counter[tuple[int, int, Kind]]:
@@ -317,63 +385,6 @@ class OwnParts:
                     hops = side.hops_back(key, made) if (made := self._makers(side, key)) else ()
                     found.update((hop.src, hop.dst, partial) for _, hop in self._fed(side, key, hops))
             for rank in range(self.empty.world_size) if side.back is return_direct else ():
-                owners = (side.owners[unit] for unit, _ in self._used(rank)[side.kind])
+                owners = (side.owners[unit] for bits in self._used(rank)[side.kind].values() for unit in units_in(bits))
                 found.update((rank, owner, partial) for owner in owners if owner != rank)
         return found
-
-
-class _Side:
-    """All units of q, or of kv, and their routes."""
-
-    def __init__(self, empty: Schedule, kind: Kind, gather: Gather, back: Return) -> None:
-        self.kind, self.gather, self.back = kind, gather, back
-        self._world, self._pieces = empty.world_size, empty.pieces_of(kind)
-        self.blocks: dict[Key, tuple[Block, ...]] = {}
-        self.units: dict[Key, tuple[int, ...]] = {}  # their numbers, as of `ScheduleData.unit_index`
-        self.owners = [owner for owner in empty.layout_of(kind).owners for _ in range(self._pieces)]  # of units
-        self.by_heads: dict[int, list[Key]] = defaultdict(list)
-        self.by_heads_and_piece: dict[tuple[int, int], list[Key]] = defaultdict(list)
-        for owner in range(empty.world_size):
-            chunks = empty.layout_of(kind).owned_by(owner)
-            for heads in range(empty.head_groups):
-                for piece in range(self._pieces):
-                    key = owner, heads, piece
-                    self.blocks[key] = tuple(Block(kind, chunk, heads, piece) for chunk in chunks)
-                    self.units[key] = tuple(chunk * self._pieces + piece for chunk in chunks)
-                    self.by_heads[heads].append(key)
-                    self.by_heads_and_piece[heads, piece].append(key)
-        self._hops: dict[Key, tuple[Hop, ...]] = {}
-        self._due: dict[Key, dict[int, int]] = {}
-
-    @cached_property
-    def of_piece(self) -> dict[int, set[int]]:
-        """Numbers of the units of each piece."""
-        found: dict[int, set[int]] = defaultdict(set)
-        for (_, _, piece), units in self.units.items():
-            found[piece].update(units)
-        return found
-
-    @cached_property
-    def blocks_by_heads(self) -> dict[tuple[int, int], list[tuple[Block, ...]]]:
-        """Units of one owner, by head group and piece."""
-        return {each: [self.blocks[key] for key in keys] for each, keys in self.by_heads_and_piece.items()}
-
-    def _origin(self, key: Key) -> Origin:
-        owner, heads, piece = key
-        return Origin(owner, self._world, self.blocks[key][0].chunk, heads, piece, self._pieces)
-
-    def hops(self, key: Key) -> tuple[Hop, ...]:
-        """Return the hops by which a unit reaches all ranks that it ever reaches."""
-        if key not in self._hops:
-            self._hops[key] = self.gather(self._origin(key))
-        return self._hops[key]
-
-    def due(self, key: Key) -> dict[int, int]:
-        """Return in which step a unit is due at each rank that it reaches."""
-        if key not in self._due:
-            self._due[key] = {dst: due or step + 1 for step, _, dst, due, _ in self.hops(key)} | {key[0]: 0}
-        return self._due[key]
-
-    def hops_back(self, key: Key, made: Makers) -> tuple[Hop, ...]:
-        """Return the hops by which partials for a unit come home."""
-        return self.back(self._origin(key), made)
