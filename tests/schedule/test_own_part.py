@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -17,12 +18,14 @@ from tokenring.lowering.footprint import link_bytes
 from tokenring.lowering.lower import lower
 from tokenring.lowering.storage import Storage
 from tokenring.lowering.target import APART, Target, links
+from tokenring.schedule.families.change import arranged
 from tokenring.schedule.families.registry import FAMILIES, parse
-from tokenring.schedule.names import named_schedule, schedule_in_parts
+from tokenring.schedule.names import direction_of, named_schedule, schedule_in_parts
 from tokenring.schedule.own_part import OwnParts
+from tokenring.schedule.placed import Placed
 from tokenring.schedule.routes import Origin
 from tokenring.schedule.schedule import Schedule
-from tokenring.schedule.scheme import WHOLE_UNITS, nothing_moves_yet, units
+from tokenring.schedule.scheme import STRAIGHT, WHOLE_UNITS, Scheme, nothing_moves_yet, units
 from tokenring.schedule.sides import seen_units, units_in
 from tokenring.sequence.layout import Layout, make_layout
 from tokenring.sequence.mask import Causal, Full, Mask
@@ -143,11 +146,12 @@ def test_messages_that_go_together_are_found_in_the_whole(target: Target) -> Non
     assert mine.collectives == lower(whole, 1, "forward", size, target).collectives != ()
 
 
-MUTANTS = {
-    "units of others lie apart": ("ulysses", "joined_at", lambda self, rank, block: {_key(self.empty, block)}),
-    "nobody passes anything on": ("ring", "_needed", lambda self, side, key, hops: _first_alone(self, side, key, hops)),
-    "what nobody made goes home": ("reduced/2", "_fed", lambda self, side, key, hops: _all(side, key, hops)),
-    "partials go as soon as q is there": ("tokenring", "_step", lambda self, rank, q, kv: 0),
+MUTANTS: dict[str, tuple[str, type, str, Any]] = {
+    "units of others lie apart": ("ulysses", OwnParts, "joined_at", lambda self, _, block: {_key(self.empty, block)}),
+    "nobody passes anything on": ("ring", OwnParts, "_needed", lambda *given: _first_alone(*given)),
+    "what nobody made goes home": ("reduced/2", OwnParts, "_fed", lambda self, *given: _all(*given)),
+    "partials go as soon as q is there": ("tokenring", Placed, "_step", lambda self, rank, q, kv: 0),
+    "nobody gets what others own": ("ulysses", OwnParts, "_reaching", lambda self, side, rank: side.owned(rank)),
 }
 
 
@@ -168,8 +172,8 @@ NEEDED = OwnParts._needed
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_other_programs_are_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, method, instead = MUTANTS[mutant]
-    monkeypatch.setattr(OwnParts, method, instead)
+    name, owner, method, instead = MUTANTS[mutant]
+    monkeypatch.setattr(owner, method, instead)
     _, whole, size = one(name)
     ranks = range(whole.world_size)
     assert [lower(one(name)[0], rank, "forward", size) for rank in ranks] != [
@@ -190,6 +194,52 @@ def test_what_lies_together_at_others_is_what_their_tiles_say(family: str) -> No
                 assert (told is None) == (not layout.is_even)
                 slab = {_key(whole, each) for each in storage.slab(rank, block).blocks}
                 assert told is None or set(told) == slab, (name, layout.name, mask, order, rank, block)
+
+
+def passed_on(scheme: Scheme, ranks: int) -> set[Kind]:
+    """The kinds of which some unit is passed on by another than its owner."""
+    kinds: tuple[Kind, ...] = ("q", "kv")
+    found, gathers = set[Kind](), (scheme.gather_q, scheme.gather_kv)
+    for kind, gather, pieces in zip(kinds, gathers, (scheme.q_pieces, scheme.kv_pieces), strict=True):
+        starts = product(range(ranks), range(scheme.head_groups), range(pieces))
+        origins = [Origin(owner, ranks, heads=heads, piece=piece, pieces=pieces) for owner, heads, piece in starts]
+        if any(hop.src != origin.owner for origin in origins for hop in gather(origin)):
+            found.add(kind)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_that_goes_straight_is_passed_on(family: str) -> None:
+    for name, _, layout, _, order in cases(family, CASES):
+        named, ranks = parse(name), layout.world_size
+        scheme = named.make(ranks) if order is None else arranged(named.make(ranks), order)
+        assert not scheme.straight & passed_on(scheme, ranks), name
+
+
+def test_what_is_passed_on_is_seen() -> None:
+    assert passed_on(parse("ring").make(4), 4) == {"kv"} and passed_on(parse("relay-q/2").make(4), 4) == {"q"}
+    assert parse("ulysses").make(4).straight == STRAIGHT and parse("usp/2").make(4).straight == {"q"}
+
+
+@pytest.mark.parametrize("name", ["ring", "tokenring", "usp/2", "double-ring/4", "ulysses"])
+def test_a_direction_that_is_told_makes_the_same(name: str) -> None:
+    layout = make_layout("contiguous", 8, 512)
+    given = name, workload(layout), layout, layout, CAUSAL
+    told = direction_of(*given)
+    assert (told is None) == (name == "ulysses")
+    assert schedule_in_parts(*given, direction=told) == named_schedule(*given)
+    if told is not None:
+        assert schedule_in_parts(*given, direction=-told) != named_schedule(*given)
+    else:
+        with pytest.raises(ConfigurationError, match="direction -1"):
+            schedule_in_parts(*given, direction=-1)
+
+
+def test_no_direction_is_told_of_what_is_made_whole() -> None:
+    layout = make_layout("contiguous", 8, 512)
+    assert direction_of("ring/late/pieces2", workload(layout), layout, layout, CAUSAL) is None
+    mask = mask_of("window(100)")
+    assert mask is not None and direction_of("ring", workload(layout), layout, layout, mask) is None
 
 
 @pytest.mark.parametrize("mask", WHOLE_UNITS)

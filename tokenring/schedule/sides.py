@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tokenring.ir.schedule_data import Block, Joined, Kind
 from tokenring.schedule.routes import Gather, Hop, Makers, Origin, Return
@@ -40,38 +40,61 @@ def units_in(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
+V = TypeVar("V")
+
+
+class ByKey(dict[Key, V]):
+    """Values by key, each found when it is first asked for."""
+
+    def __init__(self, find: Callable[[Key], V]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, key: Key) -> V:
+        found = self[key] = self._find(key)
+        return found
+
+
 class Side:
-    """All units of q, or of kv, and their routes."""
+    """All units of q, or of kv, and their routes: what is known of each is found when it is first asked for."""
 
     def __init__(self, empty: Schedule, kind: Kind, gather: Gather, back: Return) -> None:
         self.kind, self.gather, self.back = kind, gather, back
-        self._world, self._pieces = empty.world_size, empty.pieces_of(kind)
-        self.blocks: dict[Key, tuple[Block, ...]] = {}
-        self.units: dict[Key, tuple[int, ...]] = {}  # their numbers, as of `ScheduleData.unit_index`
-        self.owners = [owner for owner in empty.layout_of(kind).owners for _ in range(self._pieces)]  # of units
+        layout = empty.layout_of(kind)
+        self._world, self._groups, self._pieces = empty.world_size, empty.head_groups, empty.pieces_of(kind)
+        self._owners, self._owned = layout.owners, layout.owned_by
+        self.keys = [key for owner in range(self._world) for key in self.owned(owner)]
         self.by_heads: dict[int, list[Key]] = defaultdict(list)
         self.by_heads_and_piece: dict[tuple[int, int], list[Key]] = defaultdict(list)
-        for owner in range(empty.world_size):
-            chunks = empty.layout_of(kind).owned_by(owner)
-            for heads in range(empty.head_groups):
-                for piece in range(self._pieces):
-                    key = owner, heads, piece
-                    self.blocks[key] = tuple(Block(kind, chunk, heads, piece) for chunk in chunks)
-                    self.units[key] = tuple(chunk * self._pieces + piece for chunk in chunks)
-                    self.by_heads[heads].append(key)
-                    self.by_heads_and_piece[heads, piece].append(key)
+        for key in self.keys:
+            self.by_heads[key[1]].append(key)
+            self.by_heads_and_piece[key[1:]].append(key)
+        self.blocks = ByKey(self._blocks)
+        self.units = ByKey(self._units)  # their numbers, as of `ScheduleData.unit_index`
+        self.bits = ByKey(lambda key: sum(1 << unit for unit in self.units[key]))
         self._hops: dict[Key, tuple[Hop, ...]] = {}
         self._due: dict[Key, dict[int, int]] = {}
 
-    @cached_property
-    def bits(self) -> dict[Key, int]:
-        """Units of one owner, as bits."""
-        return {key: sum(1 << unit for unit in units) for key, units in self.units.items()}
+    def owned(self, rank: int) -> list[Key]:
+        """Return the keys of a rank's own units."""
+        return [(rank, heads, piece) for heads in range(self._groups) for piece in range(self._pieces)]
+
+    def key(self, unit: int, heads: int) -> Key:
+        """Return the key of a unit of a head group."""
+        return self._owners[unit // self._pieces], heads, unit % self._pieces
+
+    def _blocks(self, key: Key) -> tuple[Block, ...]:
+        owner, heads, piece = key
+        return tuple(Block(self.kind, chunk, heads, piece) for chunk in self._owned(owner))
+
+    def _units(self, key: Key) -> tuple[int, ...]:
+        owner, _, piece = key
+        return tuple(chunk * self._pieces + piece for chunk in self._owned(owner))
 
     @cached_property
     def bits_of_piece(self) -> list[int]:
         """The units of each piece, of one head group or another, as bits."""
-        every = sum(1 << unit for unit in range(0, len(self.owners), self._pieces))
+        every = sum(1 << unit for unit in range(0, len(self._owners) * self._pieces, self._pieces))
         return [every << piece for piece in range(self._pieces)]
 
     @cached_property
@@ -81,7 +104,7 @@ class Side:
 
     def _origin(self, key: Key) -> Origin:
         owner, heads, piece = key
-        return Origin(owner, self._world, self.blocks[key][0].chunk, heads, piece, self._pieces)
+        return Origin(owner, self._world, self._owned(owner)[0], heads, piece, self._pieces)
 
     def hops(self, key: Key) -> tuple[Hop, ...]:
         """Return the hops by which a unit reaches all ranks that it ever reaches."""
