@@ -30,6 +30,7 @@ PARTIALS = "partials"
 Joined = tuple[int, int, int]  # owner, head group and piece of units that a tile reads together with others
 Runs = tuple[tuple[int, int], ...]  # rows [start, stop) of a unit: ascending, with rows between them that are left out
 PARTIAL_OF: dict[str, Kind] = {"q": "q_partial", "kv": "kv_partial"}
+SHORT: dict[str, str] = {"q": "q", "kv": "kv", "q_partial": "o", "kv_partial": "dkv"}  # in texts
 REQUEST_OF: dict[str, Kind] = {"q_partial": "q", "kv_partial": "kv"}
 FULL = "fp32"  # the codec of partials that go in fp32 where they need not
 
@@ -99,7 +100,7 @@ class Block(NamedTuple):
         return Block(REQUEST_OF[self.kind], self.chunk, self.heads, self.piece)
 
     def __str__(self) -> str:
-        name = {"q": "q", "kv": "kv", "q_partial": "o", "kv_partial": "dkv"}[self.kind]
+        name = SHORT[self.kind]
         heads = f".h{self.heads}" if self.heads else ""
         piece = f".p{self.piece}" if self.piece else ""
         made_at = "" if self.made_at is None else f"@{self.made_at}"

@@ -36,7 +36,8 @@ class Message:
         first, schedule = parts[0].move, storage.schedule
         self.parts, self.first = tuple(parts), parts[0].start
         length = schedule.unit_length(first.block.kind)
-        self.whole = all(part.stop - part.start == length for part in parts)
+        self.rows = sum([stop - start for _, start, stop in parts])
+        self.whole = self.rows == length * len(parts)  # no part is longer
         self.step, self.src, self.dst, self.channel, self.add = (
             first.step,
             first.src,
@@ -51,7 +52,6 @@ class Message:
         self.unit = self.units[0]
         self.owner = schedule.owner(self.unit)
         self.group = storage.group(self.unit)
-        self.rows = sum(stop - start for _, start, stop in parts)
         self.full_precision = schedule.in_full_precision(first)
         self.label = f"step {self.step}, {','.join(map(_name, parts))}"
 
@@ -74,8 +74,8 @@ class _Stretch:
     Their messages are made when one of their ranks is first asked for its own.
     """
 
-    def __init__(self, moves: Iterable[Move]) -> None:
-        self._moves = tuple(moves)
+    def __init__(self, moves: tuple[Move, ...]) -> None:
+        self.moves = moves
         self._made: list[Message] | None = None
 
     def messages(self, storage: Storage, rank: int) -> list[Message]:
@@ -86,7 +86,7 @@ class _Stretch:
 
     def _joined(self, storage: Storage, rank: int) -> Iterator[list[MovePart]]:
         """Yield what goes in one message: rows that are neighbours at both ends."""
-        runs, moves = storage.schedule.runs, self._moves
+        runs, moves = storage.schedule.runs, self.moves
         if len(moves) == 1:  # whose runs are apart
             yield from ([MovePart(moves[0], *run)] for run in runs(moves[0]))
             return
@@ -129,6 +129,7 @@ class Storage:
         self._row_of: list[dict[Block, int]] = [{} for _ in ranks]
         self._messages: dict[tuple[int, Pass], list[Message]] = {}
         self._stretches: dict[Pass, list[list[_Stretch]]] = {}
+        self._of_a_pass: dict[int, _Stretch] = {}  # by the identity of their first move, which the schedule keeps
 
     def group(self, block: Block) -> Group:
         """Return the group of a block: its kind as a request, its owner, head group and piece."""
@@ -208,8 +209,11 @@ class Storage:
         """Return the stretches of a pass that each rank sends or receives, in order."""
         if direction not in self._stretches:
             found = self._stretches[direction] = [[] for _ in range(self.schedule.world_size)]
-            for (_, src, dst, *_), moves in groupby(self.schedule.moves_in(direction), _alike):
-                stretch = _Stretch(moves)
+            for (_, src, dst, *_), some in groupby(self.schedule.moves_in(direction), _alike):
+                moves = tuple(some)
+                stretch = self._of_a_pass.get(id(moves[0]))  # most moves are those of both passes
+                if stretch is None or stretch.moves != moves:
+                    stretch = self._of_a_pass[id(moves[0])] = _Stretch(moves)
                 found[src].append(stretch)
                 found[dst].append(stretch)
         return self._stretches[direction]
