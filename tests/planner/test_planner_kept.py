@@ -83,6 +83,15 @@ def test_the_same_call_is_not_planned_again(kept: Kept, anew: Plan, monkeypatch:
     assert (found, str(found)) == (anew, str(anew))
 
 
+def test_the_direction_of_rings_is_kept(asked: CallToPlan, tmp_path: Path) -> None:
+    """Nobody has to find out again which moves less; a family that has none says none."""
+    environment = {"TOKENRING_PLAN_CACHE": str(tmp_path)}
+    turning, still = replace(asked, families=("ring",)), replace(asked, families=("direct-q",))
+    for each, direction in ((turning, -1), (still, None)):
+        found, again = (plan_kept(each, environment) for _ in range(2))
+        assert found.direction == again.direction == direction and found == again == plan_call(each)
+
+
 OTHERS: dict[str, Callable[[CallToPlan], CallToPlan]] = {
     "length": lambda each: call(setting(full_mesh(4, 1.0), workload(4, (4, 2), 128), BOTH, tflops=1e-2), tr.Causal()),
     "heads": lambda each: call(setting(full_mesh(4, 1.0), workload(4, (4, 4), 64), BOTH, tflops=1e-2), tr.Causal()),
@@ -170,6 +179,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "no schedule of ours": lambda path: edited(path, name="rung"),
     "name is a number": lambda path: edited(path, name=7),
     "order of another world": lambda path: edited(path, order=[1, 0]),
+    "a direction that it has not": lambda path: edited(path, direction=7),
+    "a direction in words": lambda path: edited(path, direction="up"),
     "no reason": lambda path: edited(path, reason=None),
     "no candidates": lambda path: edited(path, candidates=[{"name": "ring"}]),
     "too large": lambda path: path.write_text(path.read_text() + " " * kept_plans.MOST_BYTES),

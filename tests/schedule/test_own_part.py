@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -11,15 +12,21 @@ import torch
 from sampling import FULL_GRID
 
 from tokenring.errors import ConfigurationError
-from tokenring.ir.schedule_data import PASSES, Tile
+from tokenring.ir.passes import sight_of
+from tokenring.ir.schedule_data import PASSES, Block, Joined, Kind
 from tokenring.lowering.footprint import link_bytes
 from tokenring.lowering.lower import lower
+from tokenring.lowering.storage import Storage
 from tokenring.lowering.target import APART, Target, links
+from tokenring.schedule.families.change import arranged
 from tokenring.schedule.families.registry import FAMILIES, parse
-from tokenring.schedule.names import named_schedule, schedule_in_parts
+from tokenring.schedule.names import direction_of, named_schedule, schedule_in_parts
 from tokenring.schedule.own_part import OwnParts
+from tokenring.schedule.placed import Placed
 from tokenring.schedule.routes import Origin
 from tokenring.schedule.schedule import Schedule
+from tokenring.schedule.scheme import STRAIGHT, WHOLE_UNITS, Scheme, nothing_moves_yet, units
+from tokenring.schedule.sides import seen_units, units_in
 from tokenring.sequence.layout import Layout, make_layout
 from tokenring.sequence.mask import Causal, Full, Mask
 from tokenring.sequence.mask_words import mask_of
@@ -28,6 +35,7 @@ from tokenring.sequence.workload import Workload
 OPTIONS = ["", "/late", "/pieces2", "/pieces4", "/keep"]
 HEADS = {"packed": (12, 4), "uneven": (24, 24)}  # by which some of a family fit; the others take 8 and 8
 CAUSAL: Mask = Causal()
+LAID = (("zigzag", "zigzag"), ("striped", "striped"), ("contiguous", "zigzag/2"), ("striped", "zigzag"))  # q, and kv
 CASES = 40 if FULL_GRID else 2  # of a family
 
 
@@ -138,24 +146,17 @@ def test_messages_that_go_together_are_found_in_the_whole(target: Target) -> Non
     assert mine.collectives == lower(whole, 1, "forward", size, target).collectives != ()
 
 
-def lie_apart(parts: OwnParts, rank: int) -> list[Tile]:
-    """Return the tiles of a rank one block by one block, so that no other lies beside them."""
-    tiles = OwnParts.tiles(parts, rank)
-    return [Tile(each.step, rank, (q,), (kv,)) for each in tiles for q in each.q for kv in each.kv]
-
-
-MUTANTS = {
-    "tiles of others lie apart": ("ulysses", "_make", lambda self, rank: _with_lies(self, rank)),
-    "nobody passes anything on": ("ring", "_needed", lambda self, side, key, hops: _first_alone(self, side, key, hops)),
-    "what nobody made goes home": ("reduced/2", "_fed", lambda self, side, key, hops: _all(side, key, hops)),
-    "partials go as soon as q is there": ("tokenring", "_step", lambda self, rank, q, kv: 0),
+MUTANTS: dict[str, tuple[str, type, str, Any]] = {
+    "units of others lie apart": ("ulysses", OwnParts, "joined_at", lambda self, _, block: {_key(self.empty, block)}),
+    "nobody passes anything on": ("ring", OwnParts, "_needed", lambda *given: _first_alone(*given)),
+    "what nobody made goes home": ("reduced/2", OwnParts, "_fed", lambda self, *given: _all(*given)),
+    "partials go as soon as q is there": ("tokenring", Placed, "_step", lambda self, rank, q, kv: 0),
+    "nobody gets what others own": ("ulysses", OwnParts, "_reaching", lambda self, side, rank: side.owned(rank)),
 }
 
 
-def _with_lies(parts: OwnParts, rank: int) -> object:
-    made = MAKE(parts, rank)
-    vars(parts)["tiles"] = lambda other: lie_apart(parts, other)
-    return made
+def _key(schedule: Schedule, block: Block) -> Joined:
+    return schedule.owner(block), block.heads, block.piece
 
 
 def _first_alone(parts: OwnParts, side: Any, key: Any, hops: Any) -> object:
@@ -166,18 +167,92 @@ def _all(side: Any, key: Any, hops: Any) -> object:
     return ((block, hop) for block in side.blocks[key] for hop in hops)
 
 
-MAKE, NEEDED = OwnParts._make, OwnParts._needed
+NEEDED = OwnParts._needed
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_other_programs_are_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, method, instead = MUTANTS[mutant]
-    monkeypatch.setattr(OwnParts, method, instead)
+    name, owner, method, instead = MUTANTS[mutant]
+    monkeypatch.setattr(owner, method, instead)
     _, whole, size = one(name)
     ranks = range(whole.world_size)
     assert [lower(one(name)[0], rank, "forward", size) for rank in ranks] != [
         lower(whole, rank, "forward", size) for rank in ranks
     ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_lies_together_at_others_is_what_their_tiles_say(family: str) -> None:
+    kinds: tuple[Kind, ...] = ("q", "kv")
+    for name, size, layout, mask, order in cases(family, CASES):
+        whole = named_schedule(name, size, layout, layout, mask, order=order)
+        part = schedule_in_parts(name, size, layout, layout, mask, order=order)
+        storage, parts = Storage(whole), vars(part)["_parts"]
+        for block in (each for kind in kinds for each in units(whole, kind)):
+            for rank in {0, 1, layout.world_size - 1}:
+                told = parts.joined_at(rank, block)
+                assert (told is None) == (not layout.is_even)
+                slab = {_key(whole, each) for each in storage.slab(rank, block).blocks}
+                assert told is None or set(told) == slab, (name, layout.name, mask, order, rank, block)
+
+
+def passed_on(scheme: Scheme, ranks: int) -> set[Kind]:
+    """The kinds of which some unit is passed on by another than its owner."""
+    kinds: tuple[Kind, ...] = ("q", "kv")
+    found, gathers = set[Kind](), (scheme.gather_q, scheme.gather_kv)
+    for kind, gather, pieces in zip(kinds, gathers, (scheme.q_pieces, scheme.kv_pieces), strict=True):
+        starts = product(range(ranks), range(scheme.head_groups), range(pieces))
+        origins = [Origin(owner, ranks, heads=heads, piece=piece, pieces=pieces) for owner, heads, piece in starts]
+        if any(hop.src != origin.owner for origin in origins for hop in gather(origin)):
+            found.add(kind)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_that_goes_straight_is_passed_on(family: str) -> None:
+    for name, _, layout, _, order in cases(family, CASES):
+        named, ranks = parse(name), layout.world_size
+        scheme = named.make(ranks) if order is None else arranged(named.make(ranks), order)
+        assert not scheme.straight & passed_on(scheme, ranks), name
+
+
+def test_what_is_passed_on_is_seen() -> None:
+    assert passed_on(parse("ring").make(4), 4) == {"kv"} and passed_on(parse("relay-q/2").make(4), 4) == {"q"}
+    assert parse("ulysses").make(4).straight == STRAIGHT and parse("usp/2").make(4).straight == {"q"}
+
+
+@pytest.mark.parametrize("name", ["ring", "tokenring", "usp/2", "double-ring/4", "ulysses"])
+def test_a_direction_that_is_told_makes_the_same(name: str) -> None:
+    layout = make_layout("contiguous", 8, 512)
+    given = name, workload(layout), layout, layout, CAUSAL
+    told = direction_of(*given)
+    assert (told is None) == (name == "ulysses")
+    assert schedule_in_parts(*given, direction=told) == named_schedule(*given)
+    if told is not None:
+        assert schedule_in_parts(*given, direction=-told) != named_schedule(*given)
+    else:
+        with pytest.raises(ConfigurationError, match="direction -1"):
+            schedule_in_parts(*given, direction=-1)
+
+
+def test_no_direction_is_told_of_what_is_made_whole() -> None:
+    layout = make_layout("contiguous", 8, 512)
+    assert direction_of("ring/late/pieces2", workload(layout), layout, layout, CAUSAL) is None
+    mask = mask_of("window(100)")
+    assert mask is not None and direction_of("ring", workload(layout), layout, layout, mask) is None
+
+
+@pytest.mark.parametrize("mask", WHOLE_UNITS)
+@pytest.mark.parametrize("length", [240, 233, 130])
+def test_units_that_see_each_other(mask: Mask, length: int) -> None:
+    """As `sight_of` finds them, unit by unit; of 130 tokens some ranks have none."""
+    scheme = parse("sub-sharded/2x2x2").make(8)
+    for q_name, kv_name in LAID:
+        layouts = make_layout(q_name, 8, length), make_layout(kv_name, 8, length)
+        empty = nothing_moves_yet(scheme, *layouts, mask)
+        sees = sight_of(empty)
+        found = [frozenset(units_in(bits)) for bits in seen_units(empty)]
+        assert found == [sees.seen_by(unit) for unit in range(len(found))]
 
 
 def test_who_asks_for_several_ranks_gets_the_whole() -> None:

@@ -9,7 +9,7 @@ tiles up to this step). A step is an order, never a barrier.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -27,10 +27,11 @@ Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 REQUESTS = "requests"
 PARTIALS = "partials"
+Joined = tuple[int, int, int]  # owner, head group and piece of units that a tile reads together with others
 Runs = tuple[tuple[int, int], ...]  # rows [start, stop) of a unit: ascending, with rows between them that are left out
 PARTIAL_OF: dict[str, Kind] = {"q": "q_partial", "kv": "kv_partial"}
 REQUEST_OF: dict[str, Kind] = {"q_partial": "q", "kv_partial": "kv"}
-SHORT_NAMES: dict[str, str] = {"q": "q", "kv": "kv", "q_partial": "o", "kv_partial": "dkv"}
+SHORT_NAMES: dict[str, str] = {"q": "q", "kv": "kv", "q_partial": "o", "kv_partial": "dkv"}  # in texts
 FULL = "fp32"  # the codec of partials that go in fp32 where they need not
 
 Names = tuple[tuple[str, ...], tuple[str, ...]]  # statistics, which are fp32 everywhere; tensors
@@ -243,6 +244,10 @@ class ScheduleData:
         for tile in self.tiles:
             found[tile.rank].append(tile)
         return found
+
+    def joined_at(self, rank: int, block: Block) -> Collection[Joined] | None:
+        """Return whose units lie in one slot with a block's at a rank, itself included; None: as tiles there say."""
+        return None
 
     def of_rank(self, rank: int) -> ScheduleData:
         """Return a schedule in which the program of a rank is the same as in this one: this one, or the rank's part."""

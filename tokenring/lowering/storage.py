@@ -13,7 +13,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from tokenring.ir.schedule_data import REQUEST_OF, Block, Kind, Move, Pass, ScheduleData, Tile
+from tokenring.ir.schedule_data import REQUEST_OF, Block, Joined, Kind, Move, Pass, ScheduleData, Tile
 
 Group = tuple[Kind, int, int, int]  # kind (q or kv), owner, head group, piece
 
@@ -72,33 +72,30 @@ class _Stretch:
     Their messages are made when one of their ranks is first asked for its own.
     """
 
-    def __init__(self, moves: Iterable[Move]) -> None:
-        self._moves = tuple(moves)
+    def __init__(self, moves: tuple[Move, ...]) -> None:
+        self.moves = moves
         self._made: list[Message] | None = None
 
-    def messages(self, storage: Storage) -> list[Message]:
-        """Return the messages in which they go, the same at both ends."""
+    def messages(self, storage: Storage, rank: int) -> list[Message]:
+        """Return the messages in which they go, the same at both ends; rank: of the end that asks."""
         if self._made is None:
-            self._made = [Message(storage, parts) for parts in self._joined(storage)]
+            self._made = [Message(storage, parts) for parts in self._joined(storage, rank)]
         return self._made
 
-    def _joined(self, storage: Storage) -> Iterator[list[MovePart]]:
+    def _joined(self, storage: Storage, rank: int) -> Iterator[list[MovePart]]:
         """Yield what goes in one message: rows that are neighbours at both ends."""
-        runs, moves = storage.schedule.runs, self._moves
+        runs, moves = storage.schedule.runs, self.moves
         if len(moves) == 1 or storage.has_lone_chunks:  # runs of one move are apart
             yield from ([MovePart(move, *run)] for move in moves for run in runs(move))
             return
         joined: list[MovePart] = []
-        last = None
         for move in moves:
-            shared, src_row, dst_row = storage.wire_place(move)
-            for number, (start, stop) in enumerate(runs(move)):
-                here = shared, src_row + start, dst_row + start
-                if joined and (number or here != last):
+            for number, run in enumerate(runs(move)):
+                part = MovePart(move, *run)
+                if joined and (number or not storage.follows(joined[-1], part, rank)):
                     yield joined
                     joined = []
-                joined.append(MovePart(move, start, stop))
-                last = shared, src_row + stop, dst_row + stop
+                joined.append(part)
         yield joined
 
 
@@ -130,6 +127,7 @@ class Storage:
         self._row_of: list[dict[Block, int]] = [{} for _ in ranks]
         self._messages: dict[tuple[int, Pass], list[Message]] = {}
         self._stretches: dict[Pass, list[list[_Stretch]]] = {}
+        self._of_a_pass: dict[int, _Stretch] = {}  # by the identity of their first move, which the schedule keeps
 
     def group(self, block: Block) -> Group:
         """Return the group of a block: its kind as a request, its owner, head group and piece."""
@@ -202,29 +200,56 @@ class Storage:
         known = self._messages.get((rank, direction))
         if known is None:
             stretches = self._stretches_of(direction)[rank]
-            known = self._messages[rank, direction] = [each for some in stretches for each in some.messages(self)]
+            known = self._messages[rank, direction] = [each for some in stretches for each in some.messages(self, rank)]
         return known
 
     def _stretches_of(self, direction: Pass) -> list[list[_Stretch]]:
         """Return the stretches of a pass that each rank sends or receives, in order."""
         if direction not in self._stretches:
             found = self._stretches[direction] = [[] for _ in range(self.schedule.world_size)]
-            for (_, src, dst, *_), moves in groupby(self.schedule.moves_in(direction), _alike):
-                stretch = _Stretch(moves)
+            for (_, src, dst, *_), some in groupby(self.schedule.moves_in(direction), _alike):
+                moves = tuple(some)
+                stretch = self._of_a_pass.get(id(moves[0]))  # most moves are those of both passes
+                if stretch is None or stretch.moves != moves:
+                    stretch = self._of_a_pass[id(moves[0])] = _Stretch(moves)
                 found[src].append(stretch)
                 found[dst].append(stretch)
         return self._stretches[direction]
 
     @cached_property
     def has_lone_chunks(self) -> bool:
-        """True if each rank owns one chunk: no two blocks are neighbours at both ends of a move."""
-        return all(len(self.schedule.layout_of(kind).chunks) == self.schedule.world_size for kind in ("q", "kv"))
+        """True if no rank owns two chunks: then no two blocks are neighbours at both ends of a move."""
+        owners = [self.schedule.layout_of(kind).owners for kind in ("q", "kv")]
+        return all(len(set(each)) == len(each) for each in owners)
 
-    def wire_place(self, move: Move) -> tuple[object, int, int]:
-        """Return what neighbours in a message share, and the rows from which and into which the block goes."""
-        block = move.block
-        shared = self.group(block), block.made_at, self.schedule.in_full_precision(move)
-        return shared, self._wire_row(move.src, block), self._wire_row(move.dst, block)
+    def follows(self, part: MovePart, then: MovePart, rank: int) -> bool:
+        """Return whether rows of two moves alike are neighbours at both ends; that of `rank` is asked first."""
+        one, other, in_full = part.move, then.move, self.schedule.in_full_precision
+        if self.group(one.block) != self.group(other.block) or one.block.made_at != other.block.made_at:
+            return False
+        if in_full(one) != in_full(other):
+            return False
+        there = one.dst if rank == one.src else one.src
+        return all(self._follows_at(end, part, then) for end in (rank, there))
+
+    def _follows_at(self, rank: int, part: MovePart, then: MovePart) -> bool:
+        (one, _, stop), (other, start, _) = part, then
+        joined = self.schedule.joined_at(rank, one.block) if one.block.made_at in (None, rank) else None
+        if joined is None or all(owner == rank for owner, _, _ in joined):
+            return self._wire_row(rank, one.block) + stop == self._wire_row(rank, other.block) + start
+        whole = start == 0 and stop == self.schedule.unit_length(one.block.kind)
+        return whole and not self._lies_between(joined, one.block, other.block)
+
+    def _lies_between(self, joined: Iterable[Joined], one: Block, other: Block) -> bool:
+        """Return whether units of those that lie together lie between two of them, or these the other way round."""
+        schedule, kind = self.schedule, one.kind
+        owned, pieces = schedule.layout_of(kind).owned_by, schedule.pieces_of(kind)
+        first, last, units = schedule.positions(one), schedule.positions(other), schedule.unit_positions[kind[0]]
+        if first > last:
+            return True
+        return any(
+            first < units[chunk * pieces + piece] < last for owner, _, piece in joined for chunk in owned(owner)
+        )
 
     def _wire_row(self, rank: int, block: Block) -> int:
         """Return the row from or into which a rank sends or receives the block."""

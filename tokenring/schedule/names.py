@@ -37,6 +37,7 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "direct-kv": direct_kv,
     "direct-q": direct_q,
 }  # those that need no parameters, whatever the heads; all families are in FAMILIES
+DIRECTIONS = (1, -1)  # of a ring: towards the next rank, or the one before
 PIECES_THAT_PAY = (2,)  # measured: more cost more messages than they hide
 LEAST_PIECE_BYTES = 1 << 16  # below, a message costs more than its bytes
 CUT_BY_DEFAULT = frozenset({"direct-kv", "direct-q"})
@@ -108,7 +109,7 @@ def _directions(named: Named, asked: int | None) -> tuple[int, ...]:
     if asked not in (None, 1, -1):
         raise ConfigurationError(f"direction {asked!r}: use 1 (towards rank + 1), -1 (towards rank - 1) or None")
     if named.family.turns:
-        return (1, -1) if asked is None else (asked,)
+        return DIRECTIONS if asked is None else (asked,)
     if asked is not None:
         having = ", ".join(family.form for family in FAMILIES.values() if family.turns)
         raise ConfigurationError(
@@ -158,18 +159,25 @@ def named_schedule(
 
 def schedule_in_parts(
     name: str, workload: Workload, q_layout: Layout, kv_layout: Layout, mask: Mask, pieces: int | None = None,
-    order: Sequence[int] | None = None,
+    order: Sequence[int] | None = None, direction: int | None = None,
 ) -> Schedule:  # fmt: skip
-    """Return the schedule of `named_schedule`; where possible its tiles and moves are made when asked for."""
-    from tokenring.schedule.own_part import halves_in_pieces
+    """Return the schedule of `named_schedule`; where possible its tiles and moves are made when asked for.
 
+    direction: as of `make_schedule`: what `direction_of` says, where that is known already.
+    """
     if pieces is None:
         pieces = default_pieces(name, workload, q_layout, kv_layout)
-    schemes = _schemes(name, q_layout, kv_layout, None, pieces, order) if _goes_by_owner(name, mask) else []
-    if not schemes or any(map(halves_in_pieces, schemes)):
+    schemes = _schemes(name, q_layout, kv_layout, direction, pieces, order) if _goes_by_owner(name, mask) else []
+    if not schemes or not _in_parts(schemes):
         return named_schedule(name, workload, q_layout, kv_layout, mask, pieces, order)
     check_heads(name, schemes[0].head_groups, workload)
     return Schedule.in_parts(_parts_that_move_least(schemes, q_layout, kv_layout, mask))
+
+
+def _in_parts(schemes: Sequence[Scheme]) -> bool:
+    from tokenring.schedule.own_part import halves_in_pieces
+
+    return not any(map(halves_in_pieces, schemes))
 
 
 def _goes_by_owner(name: str, mask: Mask) -> bool:
@@ -177,15 +185,24 @@ def _goes_by_owner(name: str, mask: Mask) -> bool:
     return mask in WHOLE_UNITS and parse(name).family in OURS
 
 
+def direction_of(
+    name: str, workload: Workload, q_layout: Layout, kv_layout: Layout, mask: Mask, order: Sequence[int] | None = None
+) -> int | None:
+    """Return the direction that `schedule_in_parts` takes, where there are two; None, too, where it makes the whole."""
+    pieces = default_pieces(name, workload, q_layout, kv_layout)
+    schemes = _schemes(name, q_layout, kv_layout, None, pieces, order) if _goes_by_owner(name, mask) else []
+    if len(schemes) < 2 or not _in_parts(schemes):
+        return None
+    least = _parts_that_move_least(schemes, q_layout, kv_layout, mask).scheme
+    return DIRECTIONS[schemes.index(least)]
+
+
 def _parts_that_move_least(schemes: Sequence[Scheme], q_layout: Layout, kv_layout: Layout, mask: Mask) -> OwnParts:
     """Return the parts of the scheme whose requests carry fewest tokens times hops, of equals the first."""
     from tokenring.schedule.own_part import OwnParts
 
-    least = schemes[0] if len(schemes) == 1 else moves_least(schemes, q_layout, kv_layout, mask)
-    if least is not None:
-        return OwnParts(least, q_layout, kv_layout, mask)
     some = [OwnParts(each, q_layout, kv_layout, mask) for each in schemes]
-    return min(some, key=lambda each: _requested_tokens(each.empty, each.scheme, each.readers()))
+    return some[0] if len(some) == 1 else min(some, key=OwnParts.requested_tokens)
 
 
 # ---------- which of two mirror images moves less, by their routes alone: the schedules take far longer to make

@@ -7,35 +7,34 @@ program of this one depends on is asked: which blocks they use, when they are do
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields
-from functools import cached_property
-from operator import itemgetter
+from functools import cached_property, reduce
+from operator import itemgetter, or_
 from typing import TYPE_CHECKING
 
-from tokenring.ir.passes import keep_for_last, move_order, order, sight_of, tile_order
-from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUESTS, Block, Kind, Move, ScheduleData, Tile
-from tokenring.schedule.routes import Gather, Hop, Makers, Origin, Return, return_direct
+from tokenring.gc_pause import no_collection
+from tokenring.ir.passes import keep_for_last, move_order, order, tile_order
+from tokenring.ir.schedule_data import PARTIAL_OF, PARTIALS, REQUEST_OF, REQUESTS, Block, Kind, Move, ScheduleData, Tile
+from tokenring.schedule.placed import Placed
+from tokenring.schedule.routes import Hop, return_direct
 from tokenring.schedule.scheme import (
     Groups,
-    Pair,
-    Ranks,
     Rows,
     Scheme,
     build,
-    goes_by_q,
     joined,
     joined_rows,
     nothing_moves_yet,
 )
+from tokenring.schedule.sides import Key, Side, seen_units, units_in
 
 if TYPE_CHECKING:
     from tokenring.schedule.schedule import Schedule
     from tokenring.sequence.layout import Layout
     from tokenring.sequence.mask import Mask
 
-Key = tuple[int, int, int]  # owner, head group and piece: their units go the same ways, at the same time
-Unit = tuple[int, int]  # the number of a unit, and its head group
+Used = dict[Kind, dict[int, int]]  # by kind and head group: units, as bits
 _step_of = itemgetter(0)  # of a hop
 
 
@@ -52,6 +51,11 @@ class OwnPart(ScheduleData):
         own: int = vars(self)["rank"]
         return list(self.tiles) if rank == own else vars(self)["parts"].tiles(rank)
 
+    def joined_at(self, rank: int, block: Block) -> Collection[Key] | None:
+        """Return whose units lie with a block's at another rank, without making the tiles there."""
+        own: int = vars(self)["rank"]
+        return None if rank == own else vars(self)["parts"].joined_at(rank, block)
+
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
@@ -66,15 +70,25 @@ class OwnParts:
     def __init__(self, scheme: Scheme, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:
         self.scheme = scheme
         self.empty = nothing_moves_yet(scheme, q_layout, kv_layout, mask)
-        self._sees = sight_of(self.empty)
-        self._q = _Side(self.empty, "q", scheme.gather_q, scheme.return_q)
-        self._kv = _Side(self.empty, "kv", scheme.gather_kv, scheme.return_kv)
-        self._by_q = scheme.placed_by_q and scheme.place_for is None
-        self._by_rows = goes_by_q(scheme) and not scheme.together
-        self._place = scheme.place if scheme.place_for is None else scheme.place_for(q_layout, kv_layout, mask)
-        self._used_known: dict[int, dict[Kind, set[Unit]]] = {}
-        self._last_known: dict[int, int] = {}
+        self._used_known: dict[int, Used] = {}
+        self._joined_known: dict[int, dict[Kind, list[Sequence[Key]]]] = {}
         self._made: tuple[int, OwnPart] | None = None  # the part that was last asked for: that of both passes
+
+    @cached_property
+    def _q(self) -> Side:
+        return Side(self.empty, "q", self.scheme.gather_q, self.scheme.return_q)
+
+    @cached_property
+    def _kv(self) -> Side:
+        return Side(self.empty, "kv", self.scheme.gather_kv, self.scheme.return_kv)
+
+    @cached_property
+    def _sees(self) -> list[int]:
+        return seen_units(self.empty)
+
+    @cached_property
+    def _placed(self) -> Placed:
+        return Placed(self.scheme, self.empty, self._q, self._kv)
 
     def whole(self) -> Schedule:
         """Return the schedule, with what all ranks do."""
@@ -84,7 +98,8 @@ class OwnParts:
         """Return the part of a rank."""
         made = self._made
         if made is None or made[0] != rank:
-            made = self._made = rank, self._make(rank)
+            with no_collection():
+                made = self._made = rank, self._make(rank)
         return made[1]
 
     def _make(self, rank: int) -> OwnPart:
@@ -105,148 +120,124 @@ class OwnParts:
 
     def tiles(self, rank: int) -> list[Tile]:
         """Return the tiles of a rank, in order; none is kept for last."""
-        parts = (self._sees.part(tile, tile.q, tile.kv) for tile in self._all_tiles(rank))
+        parts = (self._visible(tile) for tile in self._all_tiles(rank))
         return sorted((tile for tile in parts if tile.q), key=tile_order)
+
+    def _visible(self, tile: Tile) -> Tile:
+        """Return the tile without blocks that see or show nothing, as `passes.prune` leaves it."""
+        number, here, shown = self.empty.unit_index, 0, 0
+        units = [number(block) for block in tile.kv]
+        for unit in units:
+            here |= 1 << unit
+        seen = [self._sees[number(block)] & here for block in tile.q]
+        for some in seen:
+            shown |= some
+        if shown == here and all(seen):
+            return tile
+        seeing = tuple(block for block, some in zip(tile.q, seen, strict=True) if some)
+        return tile._replace(q=seeing, kv=tuple(b for b, unit in zip(tile.kv, units, strict=True) if shown >> unit & 1))
 
     def _all_tiles(self, rank: int) -> list[Tile]:
         """Return the tiles of a rank as if everything were visible."""
-        if self._by_rows:
+        if self._placed.by_rows:
             rows: Rows = defaultdict(list)
-            for q, kv_piece in self._rows_at[rank]:
-                rows[self._row_step(q, kv_piece), rank, q[1]].append((self._q.blocks[q], kv_piece))
+            for q, kv_piece in self._placed.rows_at[rank]:
+                rows[self._placed.row_step(q, kv_piece), rank, q[1]].append((self._q.blocks[q], kv_piece))
             return joined_rows(self.empty, rows, self._kv.blocks_by_heads)
         groups: Groups = defaultdict(list)
-        for q, kv, step in self._work(rank):
+        for q, kv, step in self._placed.work(rank):
             groups[step, rank, q[1]].append((self._q.blocks[q], self._kv.blocks[kv]))
         return joined(self.empty, groups)
 
-    def _work(self, rank: int) -> Iterator[tuple[Key, Key, int]]:
-        """Yield what a rank computes, units of one owner by units of one owner, with its step."""
-        if self.scheme.together:
-            last = self._last(rank)
-            yield from ((q, kv, last) for q, kv in self._pairs(rank))
-        else:
-            yield from ((q, kv, self._step(rank, q, kv)) for q, kv in self._pairs(rank))
+    # ---------- what lies together at others
 
-    def _pairs(self, rank: int) -> Iterator[tuple[Key, Key]]:
-        if not self._by_q:
-            yield from self._pairs_at[rank]
+    def joined_at(self, rank: int, block: Block) -> Collection[Key] | None:
+        """Return whose units lie in one slot with a block's at a rank; None where the end of the sequence cuts some."""
+        kind = REQUEST_OF.get(block.kind, block.kind)
+        if not self.empty.layout_of(kind).is_even:
+            return None
+        if rank not in self._joined_known:
+            self._joined_known[rank] = self._joined(rank)
+        found = {(self.empty.owner(block), block.heads, block.piece)}
+        left, more = self._joined_known[rank][kind], True
+        while more:
+            apart = []
+            for some in left:
+                if found.isdisjoint(some):
+                    apart.append(some)
+                else:
+                    found.update(some)
+            left, more = apart, len(apart) < len(left)
+        return found
+
+    def _joined(self, rank: int) -> dict[Kind, list[Sequence[Key]]]:
+        """Return the units that a tile of a rank reads together, of each of its tiles that reads several owners'."""
+        found: dict[Kind, list[Sequence[Key]]] = {"q": [], "kv": []}
+        for queries, keys, here in self._products(rank):
+            shown, seeing = 0, []
+            for q in queries:
+                if seen := self._seen_by(q) & here:
+                    seeing.append(q)
+                    shown |= seen
+            found["q"].append(seeing)
+            found["kv"].append(keys if shown == here else [kv for kv in keys if self._kv.bits[kv] & shown])
+        return found
+
+    def _seen_by(self, q: Key) -> int:
+        """Return the units of kv of which any unit of an owner's sees anything, as bits."""
+        return reduce(or_, (self._sees[unit] for unit in self._q.units[q]))
+
+    def _products(self, rank: int) -> Iterator[tuple[Sequence[Key], Sequence[Key], int]]:
+        """Yield q and kv, and kv's units as bits, of each tile of a rank that `joined` makes of several."""
+        bits, by_piece = self._kv.bits, self._kv.bits_of_piece
+        if self._placed.by_rows:
+            rows: dict[tuple[int, int], list[tuple[Key, int]]] = defaultdict(list)
+            for q, kv_piece in self._placed.rows_at[rank]:
+                rows[self._placed.row_step(q, kv_piece), q[1]].append((q, kv_piece))
+            for (_, heads), each in rows.items():
+                queries, pieces = dict.fromkeys(q for q, _ in each), dict.fromkeys(piece for _, piece in each)
+                if self.empty.world_size > 1 and len(each) == len(queries) * len(pieces):
+                    keys = [kv for piece in pieces for kv in self._kv.by_heads_and_piece[heads, piece]]
+                    yield list(queries), keys, reduce(or_, (by_piece[piece] for piece in pieces))
             return
-        for q, kv_piece in self._rows_at[rank]:
-            for owner in range(self.empty.world_size):
-                yield q, (owner, q[1], kv_piece)
-
-    @cached_property
-    def _rows_at(self) -> dict[int, list[tuple[Key, int]]]:
-        """Units of q and pieces of kv, by the rank at which they meet; where tiles are placed by their q."""
-        found: dict[int, list[tuple[Key, int]]] = defaultdict(list)
-        for (q, kv_piece), rank in self._row_rank.items():
-            found[rank].append((q, kv_piece))
-        return found
-
-    @cached_property
-    def _row_rank(self) -> dict[tuple[Key, int], int]:
-        pieces = range(self.scheme.kv_pieces)
-        return {(q, piece): self._place(self._pair(q, (0, q[1], piece))) for q in self._q.blocks for piece in pieces}
-
-    @cached_property
-    def _pairs_at(self) -> dict[int, list[tuple[Key, Key]]]:
-        found: dict[int, list[tuple[Key, Key]]] = defaultdict(list)
-        world, place, others = self.empty.world_size, self._place, self._kv.by_heads
-        for q in self._q.blocks:
-            q_owner, heads, q_piece = q
-            for kv in others[heads]:
-                found[place(Pair(q_owner, kv[0], heads, q_piece, kv[2], world))].append((q, kv))
-        return found
-
-    def _pair(self, q: Key, kv: Key) -> Pair:
-        return Pair(q[0], kv[0], q[1], q[2], kv[2], self.empty.world_size)
-
-    def _step(self, rank: int, q: Key, kv: Key) -> int:
-        """Return the step in which a rank computes, where not everything waits for the last."""
-        step = max(self._q.due(q).get(rank, 0), self._kv.due(kv).get(rank, 0))
-        return step if self.scheme.when is None else self.scheme.when(self._pair(q, kv), step)
-
-    def _row_step(self, q: Key, kv_piece: int) -> int:
-        assert self.scheme.when is not None
-        return self.scheme.when(self._pair(q, (0, q[1], kv_piece)), 0)
-
-    def _last(self, rank: int) -> int:
-        """Return the step of a rank's last tile."""
-        if rank not in self._last_known:
-            self._last_known[rank] = max((self._step(rank, q, kv) for q, kv in self._pairs(rank)), default=0)
-        return self._last_known[rank]
+        pairs: dict[tuple[int, int], list[tuple[Key, Key]]] = defaultdict(list)
+        for q, kv, step in self._placed.work(rank):
+            pairs[step, q[1]].append((q, kv))
+        for some in pairs.values():
+            queries, keys = dict.fromkeys(q for q, _ in some), list(dict.fromkeys(kv for _, kv in some))
+            if 1 < len(some) == len(queries) * len(keys):
+                yield list(queries), keys, reduce(or_, (bits[kv] for kv in keys))
 
     # ---------- what tiles read and make
 
-    def _used(self, rank: int) -> dict[Kind, set[Unit]]:
+    def _used(self, rank: int) -> Used:
         """Return the units of q, and of kv, that tiles of a rank read, of which the mask shows something."""
         if rank not in self._used_known:
             self._used_known[rank] = self._used_at(rank)
         return self._used_known[rank]
 
-    def _used_at(self, rank: int) -> dict[Kind, set[Unit]]:
-        here: dict[Key, set[int]] = defaultdict(set)  # kv units that a q unit meets
-        if self._by_q:
-            for q, kv_piece in self._rows_at[rank]:
-                here[q] |= self._kv.of_piece[kv_piece]
+    def _used_at(self, rank: int) -> Used:
+        here: dict[Key, int] = defaultdict(int)  # kv units that a q unit meets
+        if self._placed.by_q:
+            for q, kv_piece in self._placed.rows_at[rank]:
+                here[q] |= self._kv.bits_of_piece[kv_piece]
         else:
-            for q, kv in self._pairs_at[rank]:
-                here[q].update(self._kv.units[kv])
-        q_used, shown = set[Unit](), dict[int, set[int]]()
+            for q, keys in self._placed.pairs_at[rank].items():
+                here[q] = reduce(or_, map(self._kv.bits.__getitem__, keys))
+        used: dict[int, int] = defaultdict(int)
+        shown: dict[int, int] = defaultdict(int)
         for q, units in here.items():
             for unit in self._q.units[q]:
-                seen = self._sees.seen_by(unit) & units
-                if seen:
-                    q_used.add((unit, q[1]))
-                    shown.setdefault(q[1], set()).update(seen)
-        return {"q": q_used, "kv": {(unit, heads) for heads, units in shown.items() for unit in units}}
-
-    def _makers(self, side: _Side, key: Key) -> dict[int, int]:
-        """Return the ranks that make partials for units elsewhere, with the step of the last tile of each."""
-        found: dict[int, int] = {}
-        for rank, step in self._tiles_of(side, key):
-            if rank != key[0] and found.get(rank, -1) < step:
-                found[rank] = step
-        return found
-
-    def _tiles_of(self, side: _Side, key: Key) -> Iterator[tuple[int, int]]:
-        """Yield rank and step of each tile of a unit's."""
-        if side.kind == "q" and self._by_rows:
-            for piece in range(self.scheme.kv_pieces):
-                yield self._row_rank[key, piece], self._row_step(key, piece)
-            return
-        for other in self._other(side).by_heads[key[1]]:
-            q, kv = (key, other) if side.kind == "q" else (other, key)
-            rank = self._row_rank[q, kv[2]] if self._by_q else self._place(self._pair(q, kv))
-            if rank != key[0]:
-                yield rank, self._last(rank) if self.scheme.together else self._step(rank, q, kv)
-
-    def _other(self, side: _Side) -> _Side:
-        return self._kv if side.kind == "q" else self._q
-
-    def _own_last(self, side: _Side, rank: int) -> dict[Key, int]:
-        """Return the step of a rank's last tile of each unit that it does not own."""
-        found: dict[Key, int] = {}
-        if self._by_rows:
-            for q, kv_piece in self._rows_at[rank]:
-                step = self._row_step(q, kv_piece)
-                keys = [q] if side.kind == "q" else self._kv.by_heads_and_piece[q[1], kv_piece]
-                for key in keys:
-                    found[key] = max(step, found.get(key, -1))
-        else:
-            for q, kv, step in self._work(rank):
-                key = q if side.kind == "q" else kv
-                found[key] = max(step, found.get(key, -1))
-        return {key: step for key, step in found.items() if key[0] != rank}
+                if seen := self._sees[unit] & units:
+                    used[q[1]] |= 1 << unit
+                    shown[q[1]] |= seen
+        return {"q": used, "kv": shown}
 
     # ---------- moves
 
-    def _requests(self, side: _Side, rank: int) -> Iterator[Move]:
+    def _requests(self, side: Side, rank: int) -> Iterator[Move]:
         """Yield the requests that a rank sends and receives."""
-        for key in side.blocks:
-            if key[0] != rank and rank not in side.due(key):
-                continue
+        for key in self._reaching(side, rank):
             hops = side.hops(key)
             if not any(hop.src == rank for hop in hops):  # nobody waits for what it does with them
                 hops = tuple(hop for hop in hops if hop.dst == rank)
@@ -254,27 +245,30 @@ class OwnParts:
                 if rank in (src, dst):
                     yield Move(step, block, src, dst, REQUESTS)
 
-    def _needed(self, side: _Side, key: Key, hops: Iterable[Hop]) -> Iterator[tuple[Block, Hop]]:
+    def _reaching(self, side: Side, rank: int) -> Iterable[Key]:
+        """Return the units that a rank sends or receives; where nobody passes them on, those that it owns or uses."""
+        if side.kind not in self.scheme.straight:
+            return [key for key in side.keys if key[0] == rank or rank in side.due(key)]
+        used = {side.key(unit, heads) for heads, bits in self._used(rank)[side.kind].items() for unit in units_in(bits)}
+        return used | set(side.owned(rank))
+
+    def _needed(self, side: Side, key: Key, hops: Iterable[Hop]) -> Iterator[tuple[Block, Hop]]:
         """Yield the hops of each block that are needed: whose end uses it or passes it on."""
         last_first = sorted(hops, key=_step_of, reverse=True)
-        used = [self._used(hop.dst)[side.kind] for hop in last_first]
+        used = [self._used(hop[2])[side.kind].get(key[1], 0) for hop in last_first]
         for block, unit in zip(side.blocks[key], side.units[key], strict=True):
-            needed, wanted = set[int](), (unit, key[1])
+            needed = set[int]()
             for hop, used_there in zip(last_first, used, strict=True):
-                if wanted in used_there or hop[2] in needed:
+                if used_there >> unit & 1 or hop[2] in needed:
                     needed.add(hop[1])
                     yield block, hop
 
-    def _partials(self, side: _Side, rank: int, wide: set[Block]) -> Iterator[Move]:
+    def _partials(self, side: Side, rank: int, wide: set[Block]) -> Iterator[Move]:
         """Yield the partials that a rank sends and receives; fill `wide` with those that relays add."""
         straight = side.back is return_direct
-        own = self._own_last(side, rank) if straight else {}
-        for key in side.blocks:
-            made: dict[int, int] = {}
-            if not straight or key[0] == rank:
-                made = self._makers(side, key)
-            elif key in own:
-                made = {rank: own[key]}
+        own = self._placed.own_last(side, rank) if straight else {}
+        for key in [*own, *side.owned(rank)] if straight else side.keys:
+            made = {rank: own[key]} if key in own else self._placed.makers(side, key)
             hops = side.hops_back(key, made) if made else ()
             if not any(rank in (hop.src, hop.dst) for hop in hops):
                 continue
@@ -285,95 +279,41 @@ class OwnParts:
                 if rank in (src, dst):
                     yield Move(step, partial, src, dst, PARTIALS, add)
 
-    def _fed(self, side: _Side, key: Key, hops: Iterable[Hop]) -> Iterator[tuple[Block, Hop]]:
+    def _fed(self, side: Side, key: Key, hops: Iterable[Hop]) -> Iterator[tuple[Block, Hop]]:
         """Yield the hops of partials for each block that carry any: whose source made or received some."""
         first_first = sorted(hops, key=_step_of)
+        made = [self._used(hop[1])[side.kind].get(key[1], 0) for hop in first_first]
         for block, unit in zip(side.blocks[key], side.units[key], strict=True):
-            received, made = set[int](), (unit, key[1])
-            for hop in first_first:
-                if hop.src in received or made in self._used(hop.src)[side.kind]:
+            received = set[int]()
+            for hop, made_there in zip(first_first, made, strict=True):
+                if hop.src in received or made_there >> unit & 1:
                     if hop.add:
                         received.add(hop.dst)
                     yield block, hop
 
-    def readers(self) -> tuple[Ranks, Ranks]:
-        """Return the ranks whose tiles read each unit of q, and of kv, and see or show something."""
-        by_q: Ranks = defaultdict(set)
-        by_kv: Ranks = defaultdict(set)
-        for side, pieces, found in ((self._q, self.scheme.q_pieces, by_q), (self._kv, self.scheme.kv_pieces, by_kv)):
-            for rank in range(self.empty.world_size):
-                for unit, heads in self._used(rank)[side.kind]:
-                    found[unit // pieces, heads, unit % pieces].add(rank)
-        return by_q, by_kv
+    def requested_tokens(self) -> int:
+        """Return tokens times hops of all requests, of all ranks: what tells two directions of one ring apart."""
+        rows = self.empty.rows
+        return sum(
+            rows(block)
+            for side in (self._q, self._kv)
+            for key in side.keys
+            for block, _ in self._needed(side, key, side.hops(key))
+        )
 
     def moves_by_pair(self) -> Counter[tuple[int, int, Kind]]:
         """Return the number of moves of all ranks, as `ScheduleData.moves_by_pair`."""
         found = Counter[tuple[int, int, Kind]]()
         for side in (self._q, self._kv):
             partial = PARTIAL_OF[side.kind]
-            for key in side.blocks:
+            for key in side.keys:
                 found.update((hop.src, hop.dst, side.kind) for _, hop in self._needed(side, key, side.hops(key)))
                 if side.back is not return_direct:
-                    hops = side.hops_back(key, made) if (made := self._makers(side, key)) else ()
+                    makers = self._placed.makers(side, key)
+                    hops = side.hops_back(key, makers) if makers else ()
                     found.update((hop.src, hop.dst, partial) for _, hop in self._fed(side, key, hops))
             for rank in range(self.empty.world_size) if side.back is return_direct else ():
-                owners = (side.owners[unit] for unit, _ in self._used(rank)[side.kind])
+                made = (unit for bits in self._used(rank)[side.kind].values() for unit in units_in(bits))
+                owners = (side.key(unit, 0)[0] for unit in made)
                 found.update((rank, owner, partial) for owner in owners if owner != rank)
         return found
-
-
-class _Side:
-    """All units of q, or of kv, and their routes."""
-
-    def __init__(self, empty: Schedule, kind: Kind, gather: Gather, back: Return) -> None:
-        self.kind, self.gather, self.back = kind, gather, back
-        self._world, self._pieces = empty.world_size, empty.pieces_of(kind)
-        self.blocks: dict[Key, tuple[Block, ...]] = {}
-        self.units: dict[Key, tuple[int, ...]] = {}  # their numbers, as of `ScheduleData.unit_index`
-        self.owners = [owner for owner in empty.layout_of(kind).owners for _ in range(self._pieces)]  # of units
-        self.by_heads: dict[int, list[Key]] = defaultdict(list)
-        self.by_heads_and_piece: dict[tuple[int, int], list[Key]] = defaultdict(list)
-        for owner in range(empty.world_size):
-            chunks = empty.layout_of(kind).owned_by(owner)
-            for heads in range(empty.head_groups):
-                for piece in range(self._pieces):
-                    key = owner, heads, piece
-                    self.blocks[key] = tuple(Block(kind, chunk, heads, piece) for chunk in chunks)
-                    self.units[key] = tuple(chunk * self._pieces + piece for chunk in chunks)
-                    self.by_heads[heads].append(key)
-                    self.by_heads_and_piece[heads, piece].append(key)
-        self._hops: dict[Key, tuple[Hop, ...]] = {}
-        self._due: dict[Key, dict[int, int]] = {}
-
-    @cached_property
-    def of_piece(self) -> dict[int, set[int]]:
-        """Numbers of the units of each piece."""
-        found: dict[int, set[int]] = defaultdict(set)
-        for (_, _, piece), units in self.units.items():
-            found[piece].update(units)
-        return found
-
-    @cached_property
-    def blocks_by_heads(self) -> dict[tuple[int, int], list[tuple[Block, ...]]]:
-        """Units of one owner, by head group and piece."""
-        return {each: [self.blocks[key] for key in keys] for each, keys in self.by_heads_and_piece.items()}
-
-    def _origin(self, key: Key) -> Origin:
-        owner, heads, piece = key
-        return Origin(owner, self._world, self.blocks[key][0].chunk, heads, piece, self._pieces)
-
-    def hops(self, key: Key) -> tuple[Hop, ...]:
-        """Return the hops by which a unit reaches all ranks that it ever reaches."""
-        if key not in self._hops:
-            self._hops[key] = self.gather(self._origin(key))
-        return self._hops[key]
-
-    def due(self, key: Key) -> dict[int, int]:
-        """Return in which step a unit is due at each rank that it reaches."""
-        if key not in self._due:
-            self._due[key] = {dst: due or step + 1 for step, _, dst, due, _ in self.hops(key)} | {key[0]: 0}
-        return self._due[key]
-
-    def hops_back(self, key: Key, made: Makers) -> tuple[Hop, ...]:
-        """Return the hops by which partials for a unit come home."""
-        return self.back(self._origin(key), made)

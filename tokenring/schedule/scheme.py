@@ -28,6 +28,7 @@ class Pair(NamedTuple):
 
 # Every unit that another sees anything of it sees all of, but for a row of a striped one: whole units go.
 WHOLE_UNITS = (Full(), Causal())
+STRAIGHT: frozenset[Kind] = frozenset({"q", "kv"})  # of a scheme in which nobody passes anything on
 Placement = Callable[[Pair], int]
 PlacementFor = Callable[[Layout, Layout, Mask], Placement]
 
@@ -43,6 +44,7 @@ class Scheme:
     late: part of each rank's local tile is kept for last (`passes.keep_for_last`).
     placed_by_q: `place` says the same of a q unit and a piece of kv whoever owns that.
     timed_by_q: so does `when`, also whenever they are due; with `placed_by_q`, tiles need not be made one by one.
+    straight: the kinds of which units go from their owner to every rank in one hop: nobody passes them on.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Scheme:
     late: bool = False
     placed_by_q: bool = False
     timed_by_q: bool = False
+    straight: frozenset[Kind] = field(default_factory=frozenset)
 
 
 class NotWanted(Exception):

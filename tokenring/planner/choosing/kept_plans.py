@@ -1,10 +1,11 @@
 """Plans kept on disk: a job that asks for what an earlier one asked for does not plan again.
 
-A file holds the name of a schedule, the order of the ranks and what was said of the choice, as JSON; the schedule is
-made from its name. Its own name is a digest of all that the plan depends on: the call, the interconnect with its
-bandwidths, the rates, the transport's abilities, the families, and the source files of whatever plans. So nothing is
-ever out of date, it is merely not asked for any more; the oldest files go when there are many. A file that is damaged,
-too large, or that somebody else may write is not used. TOKENRING_PLAN_CACHE names another folder; "off" keeps none.
+A file holds the name of a schedule, the order of the ranks, the direction of its rings and what was said of the choice,
+as JSON; the schedule is made from its name. Its own name is a digest of all that the plan depends on: the call, the
+interconnect with its bandwidths, the rates, the transport's abilities, the families, and the source files of whatever
+plans. So nothing is ever out of date, it is merely not asked for any more; the oldest files go when there are many. A
+file that is damaged, too large, or that somebody else may write is not used. TOKENRING_PLAN_CACHE names another folder;
+"off" keeps none.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,12 @@ import torch
 from tokenring._version import __version__
 from tokenring.errors import TokenRingError
 from tokenring.gc_pause import no_collection
-from tokenring.planner.choosing.auto import CallToPlan, forecast_call, make_in_parts, order_of, plan_call
+from tokenring.planner.choosing.auto import CallToPlan, forecast_call, order_of, plan_call
 from tokenring.planner.choosing.candidates import candidate_of
 from tokenring.planner.choosing.plan import Forecast, Plan
 from tokenring.planner.choosing.scale_out import is_large
 from tokenring.schedule.families.registry import FAMILIES
+from tokenring.schedule.names import direction_of, schedule_in_parts
 from tokenring.schedule.size_limits import MADE_RANKS
 from tokenring.tables.kept_files import BEGUN, folder_of_plans, write_whole
 
@@ -44,6 +46,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 PLANS = (  # rooms whose code decides what a plan is, and what is said of it
     "sequence", "ir", "lowering", "schedule", "tables", "backends/kernels", "planner", "display",
 )  # fmt: skip
+PLAIN = frozenset({type(None), bool, int, str})  # types that JSON writes as they are
 STALE_SECONDS = 3600  # after which a file that somebody began to write is somebody's who was killed
 
 
@@ -68,8 +71,11 @@ def plan_kept(call: CallToPlan, environment: Mapping[str, str]) -> Plan:
         return plan_call(call)
     found = _read(path, call)
     if found is None:
-        found = plan_call(call)
-        _keep(path, found, order_of(call.setting.interconnect))
+        found, order = plan_call(call), order_of(call.setting.interconnect)
+        layouts = call.q_layout, call.kv_layout
+        direction = direction_of(found.name, call.setting.workload, *layouts, call.mask, order)
+        found = replace(found, direction=direction)
+        _keep(path, found, order)
     return found
 
 
@@ -136,8 +142,10 @@ def _plain(value: object, known: Known) -> object:
 
     known: what was written before, by identity: hosts of many ranks are one object.
     """
+    if type(value) in PLAIN:
+        return value
     match value:
-        case None | bool() | int() | str():
+        case bool() | int() | str():
             return value
         case float():
             return repr(value)
@@ -159,6 +167,8 @@ def _parts(value: object, known: Known) -> Iterator[object]:
         yield from ([_plain(key, known), _plain(each, known)] for key, each in value.items())  # the order may count
     elif isinstance(value, Set):
         yield from sorted((_plain(each, known) for each in value), key=json.dumps)
+    elif isinstance(value, tuple) and PLAIN.issuperset(map(type, value)):  # most of what there is
+        yield from value
     elif isinstance(value, Sequence):
         yield from (_plain(each, known) for each in value)
     elif callable(value) and hasattr(value, "__qualname__"):  # what a kernel takes: by the kernel's class
@@ -179,6 +189,7 @@ class KeptPlan:
 
     name: str
     order: tuple[int, ...] | None
+    direction: int | None
     reason: str
     candidates: tuple[dict[str, Any], ...]
     transport: str | None
@@ -189,7 +200,8 @@ def _keep(path: Path, plan: Plan, order: tuple[int, ...] | None) -> None:
 
     What is named in the file is what makes the schedule again.
     """
-    kept = KeptPlan(plan.name, order, plan.reason, tuple(asdict(each) for each in plan.candidates), plan.transport)
+    candidates = tuple(asdict(each) for each in plan.candidates)
+    kept = KeptPlan(plan.name, order, plan.direction, plan.reason, candidates, plan.transport)
     try:
         write_whole(path, json.dumps({"format": FORMAT, "version": VERSION, "file": path.name, "plan": asdict(kept)}))
         _remove_oldest(path.parent)
@@ -223,10 +235,14 @@ def _read(path: Path, call: CallToPlan) -> Plan | None:
             return None
         candidates = tuple(map(candidate_of, found["candidates"]))
         reason, transport = _word(found["reason"]), None if found["transport"] is None else _word(found["transport"])
+        direction = None if found["direction"] is None else int(found["direction"])
         with no_collection():
-            made = make_in_parts(call, _word(found["name"]), order)
+            made = schedule_in_parts(
+                _word(found["name"]), call.setting.workload, call.q_layout, call.kv_layout, call.mask,
+                order=order, direction=direction,
+            )  # fmt: skip
         LOG.debug("plan taken from %s", path)
-        return Plan(made, call.setting.workload, reason, candidates, transport)
+        return Plan(made, call.setting.workload, reason, candidates, transport, direction)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError, TokenRingError) as error:

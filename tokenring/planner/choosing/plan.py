@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ class Plan:
     """The chosen schedule, why, and what else there was, best first.
 
     transport: the mode of the transport that keeps it to a limit, or to few connections; None: as it is.
+    direction: that of the schedule's rings, where somebody has found out which moves less, so that nobody else has to.
     """
 
     schedule: Schedule
@@ -30,6 +31,7 @@ class Plan:
     reason: str
     candidates: tuple[Candidate, ...] = ()
     transport: str | None = None
+    direction: int | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:

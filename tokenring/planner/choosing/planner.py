@@ -256,8 +256,8 @@ class Planner:
         """
         LOG.info("schedule auto: %s", plan.reason)
         candidates = [asdict(each) for each in plan.candidates]
-        said = {"name": plan.name, "order": order, "reason": plan.reason, "candidates": candidates}
-        return json.dumps(said | {"transport": plan.transport, SERVES: serves}).encode()
+        made = {"name": plan.name, "order": order, "direction": plan.direction, "transport": plan.transport}
+        return json.dumps(made | {"reason": plan.reason, "candidates": candidates, SERVES: serves}).encode()
 
     @staticmethod
     def understood(said: bytes, request: Request, layouts: tuple[Layout, Layout]) -> Plan:
@@ -268,7 +268,10 @@ class Planner:
         candidates = tuple(Candidate(**each) for each in found["candidates"])
         # In rank 0's order: another rank may know nothing of what joins them, or could think another order good.
         with no_collection():
-            made = schedule_in_parts(found["name"], request.workload, *layouts, request.mask, order=found["order"])
+            named, order, direction = found["name"], found["order"], found["direction"]
+            made = schedule_in_parts(
+                named, request.workload, *layouts, request.mask, order=order, direction=direction
+            )
         return Plan(made, request.workload, found["reason"], candidates, found["transport"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenring.schedule import routes
-from tokenring.schedule.scheme import Pair, Scheme
+from tokenring.schedule.scheme import STRAIGHT, Pair, Scheme
 
 GRADIENT_SLACK = 1  # steps: what follows a ring is added to in the next step anyway
 PARTIAL_SLACK = 2  # steps: a partial sent after tile s arrives while tile s+1 runs, or a little later
@@ -54,12 +54,14 @@ def direct_kv(pieces: int = 1, fused: bool = False) -> Scheme:
 
     fused: one tile for all that is due of one piece; else a tile for each rank it came from.
     """
-    return Scheme("direct-kv", at_query, gather_kv=_direct(fused), kv_pieces=pieces, placed_by_q=True)
+    return Scheme(
+        "direct-kv", at_query, gather_kv=_direct(fused), kv_pieces=pieces, placed_by_q=True, straight=STRAIGHT
+    )
 
 
 def direct_q(pieces: int = 1, fused: bool = False) -> Scheme:
     """Make a scheme with every q block straight to every rank, partials straight back; `fused` as in direct_kv."""
-    return Scheme("direct-q", at_key, gather_q=_direct(fused), q_pieces=pieces)
+    return Scheme("direct-q", at_key, gather_q=_direct(fused), q_pieces=pieces, straight=STRAIGHT)
 
 
 def _direct(fused: bool) -> routes.Gather:
@@ -68,7 +70,9 @@ def _direct(fused: bool) -> routes.Gather:
 
 def all_gather_kv(world_size: int) -> Scheme:
     """Make a scheme with every kv block straight to every rank, which computes all it has to in one tile."""
-    return Scheme("all-gather-kv", at_query, gather_kv=routes.all_to_all, together=True, placed_by_q=True)
+    return Scheme(
+        "all-gather-kv", at_query, gather_kv=routes.all_to_all, together=True, placed_by_q=True, straight=STRAIGHT
+    )
 
 
 def kv_cut(scheme: Scheme, pieces: int) -> Scheme:

@@ -32,7 +32,7 @@ def usp(world_size: int, heads: int) -> Scheme:
 
     return Scheme(
         "usp", lambda pair: pair.q_owner // heads * heads + pair.heads, lambda origin: to(here(origin), origin),
-        gather_kv, head_groups=heads, when=when, placed_by_q=True,
+        gather_kv, head_groups=heads, when=when, placed_by_q=True, straight=frozenset({"q"}),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from math import gcd
 
 from tokenring.schedule.families.family import refuse
 from tokenring.schedule.routes import Hop, Origin
-from tokenring.schedule.scheme import Scheme
+from tokenring.schedule.scheme import STRAIGHT, Scheme
 
 KEEP = frozenset({"q", "kv"})
 
@@ -58,6 +58,7 @@ def packed(world_size: int, groups: int) -> Scheme:
     return Scheme(
         "packed", lambda pair: rank_of(pair.heads, pair.q_owner), gather_q, gather_kv, head_groups=groups, keep=KEEP,
         when=lambda pair, _: due(pair.heads, rank_of(pair.heads, pair.q_owner)), placed_by_q=True, timed_by_q=True,
+        straight=STRAIGHT,
     )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def uneven(world_size: int, groups: int) -> Scheme:
 
     return Scheme(
         "uneven", lambda pair: rank_of(pair.heads), gather, gather, head_groups=groups, keep=KEEP,
-        when=lambda pair, due: 1 + wave(pair.heads), placed_by_q=True, timed_by_q=True,
+        when=lambda pair, due: 1 + wave(pair.heads), placed_by_q=True, timed_by_q=True, straight=STRAIGHT,
     )  # fmt: skip
 
 
@@ -101,7 +102,9 @@ def tiles(world_size: int, queries: int, keys: int) -> Scheme:
         x, y = divmod(origin.owner, keys)
         return tuple(Hop(0, origin.owner, x * keys + (y + far) % keys, far) for far in range(1, keys))
 
-    return Scheme("tiles", lambda pair: pair.kv_owner // keys * keys + pair.q_owner % keys, gather_q, gather_kv)
+    return Scheme(
+        "tiles", lambda pair: pair.kv_owner // keys * keys + pair.q_owner % keys, gather_q, gather_kv, straight=STRAIGHT
+    )
 
 
 def sub_sharded(world_size: int, heads: int, queries: int, keys: int) -> Scheme:
@@ -122,5 +125,5 @@ def sub_sharded(world_size: int, heads: int, queries: int, keys: int) -> Scheme:
     return Scheme(
         "sub-sharded", lambda pair: (pair.heads * queries + pair.q_piece) * keys + pair.kv_piece, gather_q, gather_kv,
         head_groups=heads, q_pieces=queries, kv_pieces=keys, when=lambda pair, due: 1,
-        placed_by_q=True, timed_by_q=True,
+        placed_by_q=True, timed_by_q=True, straight=STRAIGHT,
     )  # fmt: skip
