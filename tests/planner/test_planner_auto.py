@@ -20,7 +20,8 @@ from tokenring.display.units import mb_text, time_text
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.ir.schedule_data import Pass
 from tokenring.planner.choosing import auto
-from tokenring.planner.choosing.auto import CallToPlan, first_names, make, plan_call, restricted
+from tokenring.planner.choosing.auto import CallToPlan, first_names, make, plan_call
+from tokenring.planner.choosing.checks import restricted
 from tokenring.planner.choosing.judged import Judged, Judgement, Selection
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.choosing.select import decide, select, wires_need

@@ -59,6 +59,34 @@ def test_a_line_through_one_point_would_not_do(monkeypatch: pytest.MonkeyPatch) 
     assert other.seconds != pytest.approx(whole.seconds, rel=0.01)
 
 
+FOLDED = "one host stands for all"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "changes", "folded"),
+    [
+        (4, {}, True),
+        (3, {}, False),
+        (2, {}, False),
+        (4, {"mask": tr.SlidingWindow(64, 0)}, False),
+        (4, {"layout": "contiguous"}, False),  # with a causal mask the last ranks compute most
+        (4, {"memory_limit_bytes": 1 << 40}, False),
+        (4, {"everything": True}, False),
+    ],
+)
+def test_one_of_few_hosts_stands_for_all_where_it_shows_all(
+    hosts: int, changes: dict[str, Any], folded: bool
+) -> None:
+    """More than 32 ranks, 12 a host; below, or with what one host does not show, all ranks are simulated."""
+    size = workload(12 * hosts, (8, 8), 32)
+    asked = setting(clusters(hosts, 12), size, tflops=1.0)
+    changes = {"mask": tr.Causal(), "layout": "zigzag", "families": ("double-ring/12", "ring"), **changes}
+    plan = plan_call(call(asked, **changes))
+    assert (FOLDED in plan.reason) == folded
+    exact = predict(plan.schedule, asked)  # with two chunks a rank, of which the host that stands for all has one
+    assert plan.candidates[0].predicted_seconds == pytest.approx(exact.seconds, rel=0.1 if folded else 1e-9)
+
+
 def test_hopeless_is_nothing() -> None:
     asked = Task(setting(clusters(16), workload(64), tflops=1.0))
     found = figures("ring", asked, 2, float("inf"))

@@ -351,7 +351,7 @@ class ContextParallel(Standing):
 
     @cached_property
     def _planner(self) -> Planner:
-        from tokenring.planner.choosing.auto import restricted
+        from tokenring.planner.choosing.checks import restricted
         from tokenring.planner.choosing.planner import Planner
 
         limits = self.memory_limit_bytes, self.tensor_parallel, self.timeout_seconds

@@ -23,17 +23,16 @@ from tokenring.planner.bounds.mask_density import (
 )
 from tokenring.planner.choosing.candidates import MISFIT
 from tokenring.planner.choosing.few_connections import with_few_connections
-from tokenring.planner.choosing.judged import NOTHING_YET, Judged, Judgement, Selection
+from tokenring.planner.choosing.judged import NOTHING_YET, Judged, Judgement, Progress, Selection
 from tokenring.planner.choosing.memory_fallback import over, within_limit
 from tokenring.planner.choosing.memory_limits import needs
 from tokenring.planner.choosing.plan import Forecast, Plan
-from tokenring.planner.choosing.progress import Progress
 from tokenring.planner.choosing.scale_out import LEAST_HOSTS, Task, forecast, has_equal_hosts, is_large, promising
 from tokenring.planner.choosing.select import SAME, TOO_MUCH, TOO_SLOW, decide, judge
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.rank_order import good_order, node_sizes
 from tokenring.planner.simulation.predict import Setting, Worked
-from tokenring.schedule.families.registry import FAMILIES, expand, is_known, parse
+from tokenring.schedule.families.registry import FAMILIES, expand, parse
 from tokenring.schedule.names import CUT_BY_DEFAULT, named_schedule, schedule_in_parts
 from tokenring.schedule.schedule import Schedule
 from tokenring.schedule.scheme import WHOLE_UNITS, late_of
@@ -42,6 +41,7 @@ from tokenring.sequence.layout import Layout
 from tokenring.sequence.mask import Mask
 
 EXACT_RANKS = 32  # above, one host stands for all, where there are many
+SOME_HOSTS = 4  # or so many, where one shows all
 IN_THE_COMMAND = f"ask for fewer, as with --ranks {MADE_RANKS} or a preset of fewer hosts"
 IN_A_JOB = "use smaller groups, or name a schedule if that is worth it (`tokenring plan` says which is fastest)"
 REFINED = 4  # schedules of the first round to try in pieces: the fastest, and as many that need least if all hid
@@ -91,7 +91,7 @@ def with_simulated(call: CallToPlan, plan: Plan, count: int) -> Plan:
     Where one host stands for all, with all that are nearly as fast.
     """
     net = call.setting.interconnect
-    if is_large(net, EXACT_RANKS):
+    if _is_folded(call):
         with no_collection():
             nearly = _forecast(call)
         if plan.transport is None:
@@ -118,7 +118,7 @@ def _limited(call: CallToPlan) -> tuple[Setting, int | None, Mapping[str, Target
 def _plan(call: CallToPlan) -> Plan:
     """Return the plan for a call over one transport."""
     setting, limit = call.setting, call.memory_limit_bytes
-    if is_large(setting.interconnect, EXACT_RANKS):
+    if _is_folded(call):
         check_made(setting.interconnect, "schedule='auto'", IN_A_JOB)
         found = _forecast(call, fastest_alone=True)
         made = make_in_parts(call, found.name, order_of(setting.interconnect))
@@ -131,7 +131,7 @@ def _plan(call: CallToPlan) -> Plan:
 
 def _plan_named(call: CallToPlan, name: str) -> Plan:
     """Return the plan for a call with the schedule of this name, as it is."""
-    if is_large(call.setting.interconnect, EXACT_RANKS):
+    if _is_folded(call):
         return _plan(replace(call, families=(name,)))
     found = judge(_choices(call, [name]), call.setting, call.memory_limit_bytes, call.everything)
     return decide(found, call.setting, call_bound(call), call.memory_limit_bytes)
@@ -234,6 +234,13 @@ def _shows_on_one_host(call: CallToPlan) -> bool:
     """Return whether one host shows which schedules are best: not how a mask prunes them, nor whether they fit."""
     limited = call.memory_limit_bytes is not None  # what looks best may not fit
     return _is_many(call) and not limited and is_even(call.mask, call.q_layout, call.kv_layout)
+
+
+def _is_folded(call: CallToPlan) -> bool:
+    """Return whether one host stands for all: one of few only where it shows all, and nothing is asked of the rest."""
+    net = call.setting.interconnect
+    few = net.world_size > EXACT_RANKS and len(net.fabrics) >= SOME_HOSTS and not call.everything
+    return is_large(net, EXACT_RANKS) or (few and _shows_on_one_host(call))
 
 
 def _is_many(call: CallToPlan) -> bool:
@@ -383,15 +390,3 @@ def order_of(net: Interconnect) -> tuple[int, ...] | None:
     """Return a good order of the ranks, None where they are in a good order as they are."""
     order = good_order(net)
     return None if list(order) == sorted(order) else order
-
-
-def restricted(text: str) -> tuple[str, ...]:
-    """Return the families and schedules that "auto" or "auto:ring,usp/2" allows. Raises ConfigurationError."""
-    name, colon, rest = text.partition(":")
-    if name != "auto":
-        raise ConfigurationError(f"schedule {text!r} is not one to plan for; say auto, or auto:ring,tokenring")
-    families = tuple(rest.split(",")) if colon else ()
-    for each in families:
-        if not is_known(each):
-            parse(each)  # says what is wrong
-    return families

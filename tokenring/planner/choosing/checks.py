@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tokenring.errors import ConfigurationError
+from tokenring.schedule.families.registry import is_known, parse
 from tokenring.sequence.layout import as_integer
 
 
@@ -35,3 +36,15 @@ def check_memory_limit(given: object) -> None:
     """Raise ConfigurationError unless a memory limit in bytes is a positive integer, or None."""
     if given is not None and (as_integer(given) or 0) < 1:
         raise ConfigurationError(f"memory_limit_bytes={given!r}: give a positive integer, or None for no limit")
+
+
+def restricted(text: str) -> tuple[str, ...]:
+    """Return the families and schedules that "auto" or "auto:ring,usp/2" allows. Raises ConfigurationError."""
+    name, colon, rest = text.partition(":")
+    if name != "auto":
+        raise ConfigurationError(f"schedule {text!r} is not one to plan for; say auto, or auto:ring,tokenring")
+    families = tuple(rest.split(",")) if colon else ()
+    for each in families:
+        if not is_known(each):
+            parse(each)  # says what is wrong
+    return families

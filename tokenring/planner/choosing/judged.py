@@ -76,3 +76,17 @@ class Judgement:
 
 
 NOTHING_YET = Judgement()
+
+
+@dataclass
+class Progress:
+    """The progress of planning: schedules to look at, as far as they are known, and those that were.
+
+    Rank 0 logs it while the other ranks wait for its plan; another thread may read the numbers.
+    """
+
+    known: int = 0
+    looked_at: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.looked_at} of {self.known} schedules"

@@ -23,10 +23,10 @@ from tokenring.lowering.target import IDEAL
 from tokenring.planner.choosing.auto import CallToPlan, order_of
 from tokenring.planner.choosing.candidates import Candidate
 from tokenring.planner.choosing.checks import check_memory_limit, check_topology
+from tokenring.planner.choosing.judged import Progress
 from tokenring.planner.choosing.kept_plans import plan_kept
 from tokenring.planner.choosing.pack_shapes import pack_shape
 from tokenring.planner.choosing.plan import Plan
-from tokenring.planner.choosing.progress import Progress
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.shared_links import group_net
 from tokenring.planner.machines.devices import device_figures

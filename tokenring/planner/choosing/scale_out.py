@@ -29,8 +29,8 @@ from tokenring.planner.choosing.folded_world import (
     folded_net,
     tiles_of_host,
 )
+from tokenring.planner.choosing.judged import Progress
 from tokenring.planner.choosing.plan import Forecast
-from tokenring.planner.choosing.progress import Progress
 from tokenring.planner.choosing.select import ROUNDING, SAME, binding_text, check_count, connected, too_little_text
 from tokenring.planner.choosing.symmetry import FoldedNet
 from tokenring.planner.interconnects.interconnect import Interconnect
