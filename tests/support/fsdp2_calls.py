@@ -68,7 +68,11 @@ class Layer(torch.nn.Module):
     """A layer that calls its attention; in training."""
 
     is_causal = True
-    config = SimpleNamespace(_attn_implementation="flash_attention_2")
+    config: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtype_of_model = torch.nn.Linear(1, 1)  # MindSpeed-MM asks the first linear layer
 
 
 def whole(case: Case) -> list[torch.Tensor]:
@@ -162,15 +166,18 @@ def llm_error(here: Here, case: Case, device: str = "cpu") -> float:
         use_tokenring("mindspeed_llm", **options(here, case, device))
         try:
             build("qwen3")
-            return _llm_error(here, case, device, model)
+            return llm_layer_error(here, case, device, model)
         finally:
             stop_tokenring()
 
 
-def _llm_error(here: Here, case: Case, device: str, model: Any) -> float:
+def llm_layer_error(here: Here, case: Case, device: str, model: Any) -> float:
+    """The error of a layer of a model whose module holds its attention."""
     *qkv, dout, sinks = whole(case)
+    Layer.config = SimpleNamespace(num_attention_heads=case.heads[0], num_key_value_heads=case.heads[1])
     q, k, v = (part(case, x, here.rank, here.world_size).transpose(1, 2).to(device).requires_grad_() for x in qkv)
     layer, more = Layer(), {}
+    layer.sliding_window = case.window  # type: ignore[assignment]
     if case.ends is not None:
         more["actual_seq_len"] = torch.tensor(case.ends)
     if case.sinks:
@@ -196,13 +203,15 @@ def mm_error(here: Here, case: Case, device: str = "cpu") -> float:
     with like_mm(group_of(here, device), *case.cut) as registry:
         use_tokenring("mindspeed_mm", **options(here, case, device))
         try:
-            return _mm_error(here, case, device, registry)
+            return mm_layer_error(here, case, device, registry)
         finally:
             stop_tokenring()
 
 
-def _mm_error(here: Here, case: Case, device: str, registry: Any) -> float:
+def mm_layer_error(here: Here, case: Case, device: str, registry: Any) -> float:
+    """The error of a layer that finds its attention in a registry."""
     *qkv, dout, _ = whole(case)
+    Layer.config = SimpleNamespace(_attn_implementation="flash_attention_2")
     first = case.layout in ("BSND", "1TND")
     given = [part(case, x, here.rank, here.world_size).to(device) for x in qkv]
     q, k, v = ((x if first else x.transpose(1, 2)).requires_grad_() for x in given)
@@ -215,7 +224,9 @@ def _mm_error(here: Here, case: Case, device: str, registry: Any) -> float:
     if case.each_document:
         lengths = split_lengths(list(case.documents), ring)
         more["seq_split_lens"] = lengths if case.ends is not None else lengths[:, 0]
-    out, _ = registry["flash_attention_2"](Layer(), q, k, v, None, sliding_window=case.window, **more)
+    out, _ = registry["flash_attention_2"](
+        Layer(), q, k, v, None, scaling=case.dims[0] ** -0.5, sliding_window=case.window, **more
+    )
     torch.autograd.backward(out, part(case, dout, here.rank, here.world_size).to(device))
     found = [out.detach(), *(gradient(x) if first else gradient(x).transpose(1, 2) for x in (q, k, v))]
     return errors(found, case, here.rank, here.world_size, None if case.window is None else case.window - 1)

@@ -8,20 +8,20 @@ output is used. Cross-attention (:461) is computed whole on every rank, and stay
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
 
 from tokenring.errors import UnsupportedError
 from tokenring.integrations.mindspeed_fsdp2.calls import LastRead, attend_cut, is_training
-from tokenring.integrations.mindspeed_fsdp2.contexts import LIKE_THEIRS, TrainerContexts
-from tokenring.integrations.mindspeed_fsdp2.cuts import CutCall, split_sizes
+from tokenring.integrations.mindspeed_fsdp2.contexts import TrainerContexts
+from tokenring.integrations.mindspeed_fsdp2.cuts import KEPT, CutCall
 from tokenring.integrations.mindspeed_fsdp2.replacing import Replaced
 from tokenring.integrations.versions import MINDSPEED_MM
 from tokenring.runtime.agreement import refusing
-from tokenring.sequence.layout import make_layout
-from tokenring.sequence.mask import Full
+from tokenring.sequence.layout import contiguous
+from tokenring.sequence.mask import Full, Slices
 
 HOME, NAME = "mindspeed_mm.fsdp.models.wan2_2.modeling_wan2_2", "WanSelfAttention.forward"
 MOVES = "mindspeed_mm.fsdp.distributed.context_parallel.communication"
@@ -57,15 +57,33 @@ def attention_of(
         q = home.rope_apply(self.norm_q(self.q(x)).view(shape), grid_sizes, freqs)
         k = home.rope_apply(self.norm_k(self.k(x)).view(shape), grid_sizes, freqs)
         v = self.v(x).view(shape)
-        sizes = split_sizes(real, cp.world_size)
-        q, k, v = (split(each[:, :real].to(v.dtype), group, dim=1, split_sizes=sizes) for each in (q, k, v))
-        call = CutCall(Full(), make_layout(LIKE_THEIRS, cp.world_size, real))
+        call, tokens = _call(real, cp.world_size)
+        q, k, v = (_cut_or_padded(each.to(v.dtype), tokens) for each in (q, k, v))
+        sizes = [tokens // cp.world_size] * cp.world_size
+        q, k, v = (split(each, group, dim=1, split_sizes=sizes) for each in (q, k, v))
         out = attend_cut(q, k, v, cp, call, None, is_training(self))
         out = gather(out, group, dim=1, gather_sizes=sizes)
-        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, x.shape[1] - real))
+        out = _cut_or_padded(out, x.shape[1])
         return self.o(out.flatten(2))
 
     return forward
+
+
+@lru_cache(maxsize=KEPT)
+def _call(real: int, ranks: int) -> tuple[CutCall, int]:
+    """Return how a call of so many tokens is made, and of how many with padding, which no token sees.
+
+    Parts are then equal: not every backend gathers others.
+    """
+    tokens = -(-real // ranks) * ranks
+    mask = Full() if tokens == real else Slices([(0, tokens, 0, real)])
+    return CutCall(mask, contiguous(ranks, tokens)), tokens
+
+
+def _cut_or_padded(x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return x [B, S, ...] with so many tokens: the first ones, or zeros behind all."""
+    more = tokens - x.shape[1]
+    return x[:, :tokens] if more <= 0 else torch.nn.functional.pad(x, (0, 0, 0, 0, 0, more))
 
 
 def _real_tokens(lengths: torch.Tensor) -> int:
