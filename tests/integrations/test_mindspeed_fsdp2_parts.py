@@ -265,6 +265,18 @@ def test_refusals_of_mindspeed_mm(given: dict[str, Any], words: str, on_one_rank
             call(registry["flash_attention_2"], **given)
 
 
+def test_rows_of_a_batch_are_no_documents(on_one_rank: None) -> None:
+    with like_mm(ulysses=2) as registry:
+        use_tokenring("mindspeed_mm")
+        q, attention = torch.randn(2, 2, 6, 8), registry["flash_attention_2"]
+        out = attention(Layer(), q, q, q, None, is_causal=False, cu_seq_lens_q=[0, 6, 12])[0]
+        wanted = torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+        assert torch.allclose(out, wanted, atol=1e-6)
+        for ends in ([0, 5, 12], [0, 3, 6, 9, 12]):
+            with pytest.raises(UnsupportedError, match="packed documents in a batch of 2"):
+                attention(Layer(), q, q, q, None, is_causal=False, cu_seq_lens_q=ends)
+
+
 def test_right_padding_is_taken(on_one_rank: None) -> None:
     with like_mm(ulysses=2) as registry:
         use_tokenring("mindspeed_mm")

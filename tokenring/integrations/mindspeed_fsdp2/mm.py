@@ -110,8 +110,7 @@ def attention_of(home: Any, own: Callable[..., Any], contexts: TrainerContexts) 
                 call = _of_documents(cut_of(state), seq_split_lens, mask, causal)
             else:
                 ends = None if cu_seq_lens_q is None else _ends(of_q.of(cu_seq_lens_q), of_k, cu_seq_lens_k, mask)
-                if ends is not None and len(ends) > 2 and q.shape[0] != 1:
-                    raise UnsupportedError(f"packed documents in a batch of {q.shape[0]} are not supported: give one")
+                ends = _within_rows(ends, q.shape[0])
                 total = None if total_seq_len is None else int(total_seq_len)
                 call = cut_call(cut_of(state), q.shape[1], total, ends, mask)
             check_tokens(call, cp.rank, q.shape[1], k.shape[1])
@@ -140,6 +139,18 @@ def _ends(of_q: Ends, reader: LastRead, of_keys: Any, mask: Mask) -> Ends | None
             "one document under a full mask: call the layer once for each"
         )
     return of_q
+
+
+def _within_rows(ends: Ends | None, rows: int) -> Ends | None:
+    """Return the ends of documents in one sequence; None: each of so many rows is one document, or there are no ends.
+
+    Of a batch without packing theirs counts the ends through all rows (qwen3_5/modeling_qwen3_5.py:1726).
+    """
+    if ends is None or rows == 1:
+        return ends
+    if ends != tuple(range(0, ends[-1] + 1, max(1, ends[-1] // rows))):
+        raise UnsupportedError(f"packed documents in a batch of {rows} are not supported: give one")
+    return None
 
 
 def _of_documents(cut: TrainerCut, given: torch.Tensor, mask: Mask, causal: bool) -> CutCall:
