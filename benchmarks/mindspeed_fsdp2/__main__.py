@@ -3,7 +3,7 @@
     python benchmarks/mindspeed_fsdp2 MINDSPEED_LLM MINDSPEED_MM MINDSPEED [--ranks 4] [--only llm|mm]
 
 The three are checkouts; transformers and einops must be installed. Real are the trainers' meshes, cuts of batches,
-manager of context parallelism, attention functions, exchanges of heads, rings, Wan's self-attention, and a small Qwen3
+manager of context parallelism, attention functions, exchanges of heads, rings, Wan's self-attention, and small models
 of transformers; stand-ins are torch_npu's operators (in float64, on CPU tensors) and packages that none of this uses.
 Prints for each call the largest relative error of out and the gradients against one process in float64, by whose
 attention. Exit code 1 if tokenring is off by more than 1e-5, or a cut is not the one that it takes it to be.
@@ -49,6 +49,7 @@ def mm_calls(ranks: int) -> list[Case]:
     return [
         Case((1, ranks), tokens=50, ends=(7, 8, 31, 50)),
         Case((1, ranks), tokens=51, causal=False, ends=(20, 26, 51)),
+        Case((1, ranks), tokens=51, causal=False, ends=(17, 34, 51)),
         Case((1, ranks), tokens=50, causal=False, batch=2, layout="BSND"),
         Case((1, ranks), tokens=48, causal=False, kv=16, batch=2, layout="BNSD"),
         Case((ranks, 1), batch=2, layout="BNSD"),
@@ -81,7 +82,7 @@ def of_trainer(name: str, calls: list[Case], paths: list[str], ranks: int) -> in
     try:
         several = pools(ranks)
         several.within(SECONDS, sources.start, paths)
-        one_call, others = (sources.llm_call, ["qwen3"]) if name == "llm" else (sources.mm_call, ["wan"])
+        one_call, others = (sources.llm_call, ["models"]) if name == "llm" else (sources.mm_call, ["wan"])
         for case in calls:
             found = several.within(SECONDS, one_call, case)
             ours = max(each[0] for each in found)
@@ -108,7 +109,7 @@ def shown(case: Case) -> str:
     """A call in a few words."""
     cut = case.cut if isinstance(case.cut, str) else f"ring {case.cut[0]} x ulysses {case.cut[1]}"
     kind = "causal" if case.causal else "full"
-    more = [f"{len(case.ends)} documents"] if case.ends else []
+    more = [f"documents of {', '.join(map(str, case.documents))}"] if case.ends else []
     more += [f"window {case.window}"] if case.window else []
     more += ["sinks"] if case.sinks else []
     more += [f"keys of {case.kv} tokens"] if case.kv else []

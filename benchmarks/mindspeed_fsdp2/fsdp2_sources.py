@@ -15,6 +15,7 @@ import torch_npu_on_cpu
 from fsdp2_calls import Case, llm_layer_error, mm_layer_error, part
 from gradient_errors import finite, largest_error
 from ranks import Here
+from torch.distributed.fsdp import fully_shard
 
 from tokenring.integrations.mindspeed_fsdp2 import stop_tokenring, use_tokenring
 
@@ -31,12 +32,13 @@ def start(here: Here, paths: list[str]) -> None:
     sys.path[:0] = paths
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (its prints, as long as the process lives)
     transformers: Any = import_module("transformers")  # before packages seem to be there that are not
+    models_of_it = [f"{name}ForCausalLM" for name, _ in MODELS.values()]
     for name in (
         "PreTrainedTokenizer",
         "ProcessorMixin",
         "DataCollatorForSeq2Seq",
         "Seq2SeqTrainingArguments",
-        "Qwen3ForCausalLM",
+        *models_of_it,
     ):
         getattr(transformers, name)
     import_module("transformers.modeling_flash_attention_utils")
@@ -101,35 +103,63 @@ def check_cut(here: Here, case: Case, state: Any) -> None:
     assert torch.equal(found["input_ids"], wanted), (found["input_ids"], wanted)
 
 
-def qwen3(here: Here) -> list[tuple[str, float, bool]]:
-    """A step of a small Qwen3 of transformers, into which its manager puts the attention; errors of its gradients."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "attn_implementation": "eager",
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # model_type → transformers' name of it, and its sizes
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 8}),
+    "qwen2": ("Qwen2", SIZES),
+    "qwen3_moe": ("Qwen3Moe", {**SIZES, **EXPERTS, "head_dim": 8}),
+    "deepseek_v3": (  # multi-latent attention: 12 elements of q and k, 8 of v
+        "DeepseekV3",
+        {
+            **SIZES, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 2,
+        },
+    ),
+}  # fmt: skip
+
+
+def models(here: Here) -> list[tuple[str, float, bool]]:
+    """A step of small models of transformers, into which its manager puts the attention; errors of their gradients."""
     found = []
-    for cut in ("ulysses", "ring"):
-        for packed in (False, True) if cut == "ulysses" else (False,):
+    for kind in MODELS:
+        for cut, packed in (("ulysses", False), ("ulysses", True), ("ring", False)):
             for trainer in ("mindspeed_llm", None):
-                name = f"Qwen3, 2 layers, {cut}{', packed' if packed else ''}, {'tokenring' if trainer else 'theirs'}"
-                found.append((name, _qwen3_error(here, cut, packed, trainer), trainer is not None))
+                whose = "tokenring" if trainer else "theirs"
+                name = f"{kind}, 2 layers, {cut}{', packed' if packed else ''}, {whose}"
+                try:
+                    error = _model_error(here, kind, cut, packed, trainer)
+                except Exception as raised:
+                    if trainer:
+                        raise
+                    name, error = f"{name}: {raised}", float("nan")
+                found.append((name, error, trainer is not None))
+    error = _model_error(here, "qwen3", "ulysses", True, "mindspeed_llm", sharded=True)
+    found.append(("qwen3, 2 layers, ulysses, packed, fully_shard and recomputation, tokenring", error, True))
     return found
 
 
-def _model() -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
+def _model(kind: str) -> Any:
+    transformers: Any = import_module("transformers")
+    name, sizes = MODELS[kind]
     torch.manual_seed(4)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, attn_implementation="eager",
-        )
-    )  # fmt: skip
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
+    model.set_experts_implementation("eager")  # the grouped product has no float64
+    return model
 
 
-def _qwen3_error(here: Here, cut: str, packed: bool, trainer: Any) -> float:
-    """The largest relative error of a gradient, the ranks' added up as FSDP would but for its mean."""
+def _model_error(here: Here, kind: str, cut: str, packed: bool, trainer: Any, sharded: bool = False) -> float:
+    """The largest relative error of a gradient, the ranks' added up.
+
+    sharded: by torch's FSDP2, which takes their mean.
+    """
     made = torch.Generator().manual_seed(6)
     ids = torch.randint(61, (1, 48), generator=made)
     ends = [9, 10, 31, 48] if packed else [48]
-    wanted = _alone(ids, ends)
+    wanted = _alone(kind, ids, ends)
     state = llm_state(here, cut)
     batch = {"input_ids": ids, "labels": ids.clone()}
     if packed:
@@ -138,24 +168,34 @@ def _qwen3_error(here: Here, cut: str, packed: bool, trainer: Any) -> float:
     inputs, items = llm_batch(state, cut, batch)
     if trainer is not None:
         use_tokenring(trainer, transport=here.base.transport, schedule="ring")
-    modeling = import_module("transformers.models.qwen3.modeling_qwen3")
+    modeling = import_module(f"transformers.models.{kind}.modeling_{kind}")
     losses = import_module("transformers.loss.loss_utils")
     kept = modeling.eager_attention_forward, losses.fixed_cross_entropy
     try:
-        model = _model()
+        model = _model(kind)
         config = import_module(f"{LLM}.distributed.parallel_engine_config").CPPlanConfig(context_parallel_type=cut)
         import_module(f"{LLM}.distributed.context_parallel.context_parallel_manager").apply_context_parallelize_modules(
             model, config
         )
         assert modeling.eager_attention_forward is not kept[0]
-        model(**inputs, num_items_in_batch=items, use_cache=False).loss.backward()
+        if sharded:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.train()
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=state.get_device_mesh("cp"))
+            fully_shard(model, mesh=state.get_device_mesh("cp"))
+        loss = model(**inputs, num_items_in_batch=items, use_cache=False).loss
+        (loss * here.world_size if sharded else loss).backward()  # train/trainer.py:498
     finally:
         stop_tokenring()
         modeling.eager_attention_forward, losses.fixed_cross_entropy = kept
     found = {}
     for name, parameter in model.named_parameters():
-        dist.all_reduce(parameter.grad)
-        found[name] = parameter.grad
+        if parameter.grad is None:
+            continue
+        if not sharded:
+            dist.all_reduce(parameter.grad)
+        found[name] = parameter.grad.full_tensor() if sharded else parameter.grad
     return largest_error(found, wanted)[0]
 
 
@@ -164,9 +204,9 @@ def _positions(ends: list[int]) -> torch.Tensor:
     return torch.cat([torch.arange(stop - start) for start, stop in zip(starts, ends, strict=True)])[None]
 
 
-def _alone(ids: torch.Tensor, ends: list[int]) -> dict[str, torch.Tensor]:
+def _alone(kind: str, ids: torch.Tensor, ends: list[int]) -> dict[str, torch.Tensor]:
     """Gradients of one process in float64."""
-    model, length = _model().double(), ids.shape[1]
+    model, length = _model(kind).double(), ids.shape[1]
     document = torch.bucketize(torch.arange(length), torch.tensor(ends), right=True)
     seen = (document[:, None] == document) & torch.ones(length, length).tril().bool()
     mask = torch.zeros(1, 1, length, length, dtype=torch.float64).masked_fill(~seen, -torch.inf)
@@ -174,7 +214,7 @@ def _alone(ids: torch.Tensor, ends: list[int]) -> dict[str, torch.Tensor]:
     logits = model(input_ids=ids, attention_mask=mask, position_ids=_positions(ends), use_cache=False).logits[0]
     items = int((ids != -100).sum())
     torch.nn.functional.cross_entropy(logits, labels[0], ignore_index=-100, reduction="sum").div(items).backward()
-    return {name: each.grad for name, each in model.named_parameters()}
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
 # ---------- MindSpeed-MM
