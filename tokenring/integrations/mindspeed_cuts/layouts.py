@@ -48,14 +48,14 @@ def layout_of(args: Any, ranks: int, length: int) -> Layout | None:
     kind = algorithm(args)
     if kind == ULYSSES or is_general(args) or is_packed(args):
         return _contiguous(ranks, length)
-    return _hybrid(ranks, length, int(args.ulysses_degree_in_cp)) if kind == HYBRID else None
+    return hybrid_layout(ranks, length, int(args.ulysses_degree_in_cp)) if kind == HYBRID else None
 
 
 _contiguous = lru_cache(maxsize=64)(contiguous)
 
 
 @lru_cache(maxsize=64)
-def _hybrid(ranks: int, length: int, neighbours: int) -> Layout:
+def hybrid_layout(ranks: int, length: int, neighbours: int) -> Layout:
     """Return the zigzag of groups, in which chunks are cut into as many equal parts as a group's ranks hold."""
     groups, cuts = ranks // neighbours, neighbours // 2 if neighbours % 2 == 0 else neighbours
     chunks, parts = zigzag(groups, length, cuts), 2 * cuts // neighbours  # of each rank

@@ -1,0 +1,62 @@
+"""The ContextParallel of a trainer's group, made of the options of `use_tokenring`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from tokenring.api.arguments import check_schedule_name
+from tokenring.api.context import ContextParallel
+from tokenring.errors import ConfigurationError
+
+# Under a full mask the order of tokens means nothing, and this gives each rank as many as these trainers do: the first
+# ranks one more where a length does not divide. All other calls say their layout.
+LIKE_THEIRS = "striped"
+THEIRS = ("group", "layout")  # which follow from the trainer
+
+
+class TrainerContexts:
+    """Hold options, and the contexts that were made of them, one for each group of ranks."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        check_options(options)
+        self.options = dict(options)
+        self._made: list[ContextParallel] = []
+
+    def of(self, group: Any) -> ContextParallel:
+        """Return the ContextParallel of a process group; all its ranks come here together."""
+        for each in self._made:
+            if _is_open(each) and each.group is group:
+                return each
+        made = ContextParallel(group, LIKE_THEIRS, **self.options)
+        self._made = [*filter(_is_open, self._made), made]
+        return made
+
+    def close(self) -> None:
+        """Close all contexts."""
+        for each in self._made:
+            each.close()
+        self._made.clear()
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for options that ContextParallel has not, or the trainer determines."""
+    known = [name for name in inspect.signature(ContextParallel).parameters if name not in THEIRS]
+    for name in options:
+        if name in THEIRS:
+            raise ConfigurationError(
+                f"use_tokenring({name}=...): the trainer's own options say which ranks hold which tokens; leave it out"
+            )
+        if name not in known:
+            raise ConfigurationError(f"use_tokenring({name}=...) is no option: choose among {', '.join(known)}")
+    if isinstance(schedule := options.get("schedule"), str):
+        check_schedule_name(schedule)
+
+
+def _is_open(cp: ContextParallel) -> bool:
+    try:
+        cp.check_open()
+    except ConfigurationError:
+        return False
+    return True
