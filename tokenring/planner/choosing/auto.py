@@ -11,6 +11,7 @@ from types import MappingProxyType
 from tokenring.display.units import mb_text
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.gc_pause import no_collection
+from tokenring.lowering.storage import storage_of
 from tokenring.lowering.target import Target
 from tokenring.planner.bounds.bound import Bound, lower_bound
 from tokenring.planner.bounds.mask_density import (
@@ -82,7 +83,9 @@ def plan_call(call: CallToPlan) -> Plan:
     """
     with no_collection():  # a quarter of the time; what is made lives to the end
         found = within_limit(lambda setting: _plan(replace(call, setting=setting)), *_limited(call))
-        return with_few_connections(found, *_limited(call), lambda mode, name: _plan_named(call.in_mode(mode), name))
+        found = with_few_connections(found, *_limited(call), lambda mode, name: _plan_named(call.in_mode(mode), name))
+        storage_of.cache_clear()  # of dozens of schedules, of which one is wanted
+        return found
 
 
 def with_simulated(call: CallToPlan, plan: Plan, count: int) -> Plan:

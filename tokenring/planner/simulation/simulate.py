@@ -346,10 +346,14 @@ def simulate(
     shared out (of packets, nothing). start_seconds: of each rank, which start one after another. Raises TakesLonger as
     soon as it is known that the pass takes longer than `most_seconds`.
     """
-    return Simulation(
+    simulation = Simulation(
         interconnect, programs, messages, record, canonical, cores, sharing_seconds, kernels_share, start_seconds,
         most_seconds,
-    ).run()  # fmt: skip
+    )  # fmt: skip
+    try:
+        return simulation.run()
+    finally:
+        del simulation.moving  # the two know each other, and the collector of such pairs may rest
 
 
 def _rest(program: Sequence[Operation], post_seconds: float) -> list[float]:
