@@ -36,6 +36,11 @@ MM = [
     (4, Case((1, 4), tokens=50, causal=False, told=False, batch=2)),  # DiT
     (4, Case((1, 4), tokens=50, causal=False, kv=13, batch=2)),  # cross-attention
     (4, Case((4, 1), tokens=50, causal=False, each_document=True)),  # one document, lengths by rank
+    (2, Case((2, 1), causal=False, ends=(16, 24, 48), each_document=True, lengths=False)),  # encoders of Omni, Qwen3.5
+    (4, Case((2, 2), tokens=51, causal=False, ends=(20, 26, 51), each_document=True, lengths=False)),
+    (2, Case((2, 1), ends=(16, 24, 48), of_dataset=True)),  # text of Qwen3-VL under a ring
+    (2, Case((2, 1), ends=(16, 24, 42, 48), of_dataset=True)),
+    (2, Case((1, 2), causal=False, ends=(16, 24, 48), total=12)),  # an encoder that computes a layer again
 ]
 
 

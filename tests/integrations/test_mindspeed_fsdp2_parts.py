@@ -24,7 +24,7 @@ from oracle import allowed
 import tokenring as tr
 from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
 from tokenring.integrations.mindspeed_cuts.layouts import hybrid_layout
-from tokenring.integrations.mindspeed_fsdp2 import contexts, cuts, stop_tokenring, use_tokenring
+from tokenring.integrations.mindspeed_fsdp2 import contexts, cuts, stop_tokenring, use_tokenring, using
 from tokenring.integrations.mindspeed_fsdp2.calls import LastRead, check_tokens, ends_of, mask_of_layer
 from tokenring.integrations.mindspeed_fsdp2.cuts import CutCall, TrainerCut, cut_call, cut_of_documents
 from tokenring.integrations.versions import KnownSource
@@ -174,12 +174,26 @@ def test_models_of_mindspeed_llm_call_ours(built_first: bool, on_one_rank: None)
         if not built_first:
             build("qwen3")
         assert not is_theirs(call(model.eager_attention_forward))
-        use_tokenring("mindspeed_llm")  # again
+        use_tokenring("mindspeed_llm", schedule="tokenring")  # again: what the model has goes by these options
+        assert using._contexts.options == {"schedule": "tokenring"}
+        assert not is_theirs(call(model.eager_attention_forward))
         assert model.eager_attention_forward.__wrapped__.__code__ is context_parallel_attention_forward.__code__
         stop_tokenring()
-        assert is_theirs(call(model.eager_attention_forward)) or not built_first
+        assert is_theirs(call(model.eager_attention_forward))
         build("qwen3")
         assert is_theirs(call(model.eager_attention_forward))
+
+
+def test_a_second_call_that_fails_leaves_the_first(on_one_rank: None) -> None:
+    with like_llm() as model:
+        use_tokenring(schedule="ring")
+        build("qwen3")
+        with pytest.raises(BackendUnavailable):
+            use_tokenring("mindspeed_mm")
+        assert using._contexts.options == {"schedule": "ring"}
+        assert not is_theirs(call(model.eager_attention_forward))
+        build("qwen3")
+        assert not is_theirs(call(model.eager_attention_forward))
 
 
 def test_models_that_do_not_call_it_are_refused(on_one_rank: None) -> None:
@@ -204,10 +218,12 @@ def test_layers_of_mindspeed_mm_call_ours(on_one_rank: None) -> None:
         for name in ("flash_attention_2", "flash_attention_3"):
             assert not is_theirs(call(registry[name], is_causal=False))
             assert is_theirs(call(registry[name], skip_ulysses=True))  # of tokens that are whole on every rank
-        # What is registered later, by apply_ops_patch, is the same.
-        assert sys.modules[f"{MM}.ops.flash_attn.flash_attn"].flash_attention_forward is registry["flash_attention_2"]
+        ours = sys.modules[f"{MM}.ops.flash_attn.flash_attn"].flash_attention_forward
+        assert ours is registry["flash_attention_2"]
         stop_tokenring()
         assert registry["flash_attention_3"] is theirs
+        registry.register("flash_attention_3", ours)  # as apply_ops_patch did meanwhile
+        assert is_theirs(call(registry["flash_attention_3"], is_causal=False))
     with like_mm() as registry:  # no context parallelism
         use_tokenring()
         assert is_theirs(call(registry["flash_attention_2"]))
@@ -247,6 +263,7 @@ LEFT, HOLE = torch.tensor([[0, 0, 1, 1, 1, 1]]), torch.tensor([[1, 1, 0, 1, 1, 1
 MM_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"dropout": 0.1}, "dropout 0.1 is not supported"),
     ({"mask": LEFT}, "right padding"),
+    ({"block_indices": torch.zeros(1)}, "block_indices, which is not supported: an indexer"),
     ({"mask": HOLE}, "right padding"),
     ({"mask": torch.ones(1, 1, 6, 6)}, r"attention_mask \[1, 1, 6, 6\]"),
     ({"mask": 1 - LEFT, "is_causal": False}, r"attention_mask \[1, 6\]"),
@@ -345,8 +362,12 @@ def test_options_reach_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(contexts, "ContextParallel", make)
     monkeypatch.setattr(contexts, "check_options", lambda options: None)
-    found = contexts.TrainerContexts({"schedule": "ring", "timeout_seconds": 7.0})
+    found, options = contexts.TrainerContexts(), {"schedule": "ring", "timeout_seconds": 7.0}
+    found.use(options)
     assert found.of("1") is found.of("1") is not found.of("2")
-    found.close()
-    options = {"schedule": "ring", "timeout_seconds": 7.0}
-    assert made == [("1", "striped", options), ("2", "striped", options), ("closed", "1"), ("closed", "2")]
+    found.use({"schedule": "tokenring"})
+    found.of("1")
+    assert made == [
+        ("1", "striped", options), ("2", "striped", options), ("closed", "1"), ("closed", "2"),
+        ("1", "striped", {"schedule": "tokenring"}),
+    ]  # fmt: skip

@@ -57,6 +57,9 @@ class Case:
     layout: str = "1NTD"
     each_document: bool = False  # cut by itself, as vision encoders do
     told: bool = True  # the layer says the length of the whole
+    total: int | None = None  # another length that it says, as encoders that compute a layer again
+    lengths: bool = True  # of documents that are cut by themselves, as Qwen3-VL's encoder gives and others do not
+    of_dataset: bool = False  # documents as the dataset packs them, which the model passes on
 
     @property
     def documents(self) -> tuple[int, ...]:
@@ -217,11 +220,14 @@ def mm_layer_error(here: Here, case: Case, device: str, registry: Any) -> float:
     q, k, v = ((x if first else x.transpose(1, 2)).requires_grad_() for x in given)
     more: dict[str, Any] = {"is_causal": case.causal, "input_layout": case.layout}
     if case.told and case.kv is None:
-        more["total_seq_len"] = case.tokens
+        more["total_seq_len"] = case.total or case.tokens
     ring = int(case.cut[0])
-    if case.ends is not None and not (case.each_document and ring > 1):
+    by_lengths = case.each_document and case.lengths
+    if case.of_dataset:
+        more["cu_seqlens"] = torch.tensor([(0, *(case.ends or ()))])
+    elif case.ends is not None and not (by_lengths and ring > 1):
         more["cu_seq_lens_q"] = more["cu_seq_lens_k"] = torch.tensor((0, *case.ends))
-    if case.each_document:
+    if by_lengths:
         lengths = split_lengths(list(case.documents), ring)
         more["seq_split_lens"] = lengths if case.ends is not None else lengths[:, 0]
     out, _ = registry["flash_attention_2"](

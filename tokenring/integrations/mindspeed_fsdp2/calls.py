@@ -21,6 +21,7 @@ WHY = {  # keywords of layers that change the result
     "head_mask": "heads are not masked here",
     "position_bias": "only masks of positions are supported",
     "attn_bias": "only masks of positions are supported",
+    "block_indices": "an indexer chooses what tokens see, which no mask of positions says",
 }
 
 

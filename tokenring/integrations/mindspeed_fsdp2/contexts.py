@@ -17,27 +17,36 @@ THEIRS = ("group", "layout")  # which follow from the trainer
 
 
 class TrainerContexts:
-    """Hold options, and the contexts that were made of them, one for each group of ranks."""
+    """Hold options, and the contexts that were made of them, one for each group of ranks.
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        check_options(options)
-        self.options = dict(options)
+    options: None while tokenring is not used. There is one of these in a process: what was put into a model by one
+    `use_tokenring` goes by the options of the last.
+    """
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] | None = None
         self._made: list[ContextParallel] = []
+
+    def use(self, options: Mapping[str, Any]) -> None:
+        """Make contexts of these options from now on; those that there are are closed."""
+        self.stop()
+        self.options = dict(options)
 
     def of(self, group: Any) -> ContextParallel:
         """Return the ContextParallel of a process group; all its ranks come here together."""
         for each in self._made:
             if _is_open(each) and each.group is group:
                 return each
-        made = ContextParallel(group, LIKE_THEIRS, **self.options)
+        made = ContextParallel(group, LIKE_THEIRS, **(self.options or {}))
         self._made = [*filter(_is_open, self._made), made]
         return made
 
-    def close(self) -> None:
-        """Close all contexts."""
+    def stop(self) -> None:
+        """Close all contexts, and make none."""
         for each in self._made:
             each.close()
         self._made.clear()
+        self.options = None
 
 
 def check_options(options: Mapping[str, Any]) -> None:

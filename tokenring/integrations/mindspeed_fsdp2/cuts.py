@@ -31,7 +31,7 @@ class TrainerCut(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """All ranks that hold a sequence together."""
+        """Return the number of ranks that hold a sequence together."""
         return self.ring * self.ulysses
 
 

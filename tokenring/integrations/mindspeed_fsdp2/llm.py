@@ -30,7 +30,7 @@ from tokenring.integrations.mindspeed_fsdp2.calls import (
 )
 from tokenring.integrations.mindspeed_fsdp2.contexts import TrainerContexts
 from tokenring.integrations.mindspeed_fsdp2.cuts import TrainerCut, cut_call
-from tokenring.integrations.mindspeed_fsdp2.replacing import Replaced
+from tokenring.integrations.mindspeed_fsdp2.replacing import Replaced, while_used
 from tokenring.integrations.versions import MINDSPEED_LLM
 from tokenring.runtime.agreement import refusing
 
@@ -51,7 +51,7 @@ def replace(contexts: TrainerContexts, any_model: bool) -> list[Replaced]:
     home, own = MINDSPEED_LLM.function(HOME, NAME, PARAMETERS)
     _, mappings = MINDSPEED_LLM.function(MANAGER, MAPPINGS, ("self", "model_id", "cp_type_config"))
     manager = sys.modules[MANAGER].ContextParallelMappingManager
-    ours = attention_of(home, own, contexts)
+    ours = while_used(own, attention_of(home, own, contexts), contexts)
     there = [Replaced(module, name, own, ours) for module, name in _holders(own)]
     return [
         Replaced(home, NAME, own, ours),
@@ -110,7 +110,7 @@ def attention_of(home: Any, own: Callable[..., Any], contexts: TrainerContexts) 
     ) -> tuple[torch.Tensor, None]:
         cp = contexts.of(home.ParallelState().get_group("cp"))
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        sinks = kwargs.get("s_aux", getattr(module, "sinks", None))
+        sinks = getattr(module, "sinks", None) if kwargs.get("s_aux") is None else kwargs["s_aux"]
         with refusing(cp, "forward", query):
             check_layer(module, dropout, kwargs)
             _check_mask(module, attention_mask, is_causal, q.shape[1])

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from tokenring.api.context import ContextParallel
-from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
 from tokenring.integrations.mindspeed_fsdp2 import wan
 from tokenring.integrations.mindspeed_fsdp2.calls import (
     LastRead,
@@ -29,8 +30,15 @@ from tokenring.integrations.mindspeed_fsdp2.calls import (
     mask_of_layer,
 )
 from tokenring.integrations.mindspeed_fsdp2.contexts import TrainerContexts
-from tokenring.integrations.mindspeed_fsdp2.cuts import CutCall, Ends, TrainerCut, cut_call, cut_of_documents
-from tokenring.integrations.mindspeed_fsdp2.replacing import Replaced
+from tokenring.integrations.mindspeed_fsdp2.cuts import (
+    CutCall,
+    Ends,
+    TrainerCut,
+    cut_call,
+    cut_of_documents,
+    split_sizes,
+)
+from tokenring.integrations.mindspeed_fsdp2.replacing import Replaced, while_used
 from tokenring.integrations.versions import MINDSPEED_MM
 from tokenring.runtime.agreement import refusing
 from tokenring.sequence.mask import Full, Mask
@@ -48,10 +56,18 @@ TOKENS_FIRST = {"BSND": True, "1TND": True, "BNSD": False, "1NTD": False}
 def replace(contexts: TrainerContexts) -> list[Replaced]:
     """Put our attention in the place of theirs; return how to put it back."""
     home, own = MINDSPEED_MM.function(HOME, NAME, PARAMETERS)
-    ours = attention_of(home, own, contexts)
+    ours = while_used(own, attention_of(home, own, contexts), contexts)
     registry = home.ALL_ATTENTION_FUNCTIONS
     there = [Replaced(registry, name, own, ours) for name in REGISTERED if _registered(registry, name) is own]
-    return [Replaced(home, NAME, own, ours), *there, *wan.replace(contexts)]
+    return [Replaced(home, NAME, own, ours), *there, *_of_wan(contexts)]
+
+
+def _of_wan(contexts: TrainerContexts) -> list[Replaced]:
+    """Return how Wan's layers are replaced; not in an environment in which there is no Wan."""
+    try:
+        return wan.replace(contexts)
+    except BackendUnavailable:
+        return []
 
 
 def _registered(registry: Any, name: str) -> Any:
@@ -109,10 +125,12 @@ def attention_of(home: Any, own: Callable[..., Any], contexts: TrainerContexts) 
             if state.is_ring_enable() and seq_split_lens is not None:
                 call = _of_documents(cut_of(state), seq_split_lens, mask, causal)
             else:
-                ends = None if cu_seq_lens_q is None else _ends(of_q.of(cu_seq_lens_q), of_k, cu_seq_lens_k, mask)
-                ends = _within_rows(ends, q.shape[0])
+                given = cu_seq_lens_q
+                if given is None and causal:  # which Qwen3-VL's text passes on under Ulysses alone
+                    given = kwargs.get("cu_seqlens")
+                ends = None if given is None else _ends(of_q.of(given), of_k, cu_seq_lens_k, mask)
                 total = None if total_seq_len is None else int(total_seq_len)
-                call = cut_call(cut_of(state), q.shape[1], total, ends, mask)
+                call = _call(cut_of(state), q.shape[1], total, _within_rows(ends, q.shape[0]), mask)
             check_tokens(call, cp.rank, q.shape[1], k.shape[1])
         sinks = kwargs.get("s_aux")
         return attend_cut(q, k, v, cp, call, scaling, is_training(module), sinks, softcap or 0.0), None
@@ -141,6 +159,21 @@ def _ends(of_q: Ends, reader: LastRead, of_keys: Any, mask: Mask) -> Ends | None
     return of_q
 
 
+def _call(cut: TrainerCut, tokens: int, total: int | None, ends: Ends | None, mask: Mask) -> CutCall:
+    """Return how a call is made of a sequence of which this rank holds so many tokens.
+
+    Under a ring each document of a full mask, as an image, is cut by itself. Tokens behind the last end are padding, a
+    document of their own. A shorter total is not read: encoders that compute a layer again may give another's.
+    """
+    if ends is None:
+        return cut_call(cut, tokens, total, None, mask)
+    if cut.ring > 1 and mask == Full():
+        parts = [split_sizes(stop - start, cut.ring) for start, stop in pairwise(ends)]
+        return cut_of_documents(cut, list(zip(*parts, strict=True)), mask)
+    whole = (*ends, total) if total is not None and total > ends[-1] else ends
+    return cut_call(cut, tokens, None, whole, mask)
+
+
 def _within_rows(ends: Ends | None, rows: int) -> Ends | None:
     """Return the ends of documents in one sequence; None: each of so many rows is one document, or there are no ends.
 
@@ -149,7 +182,7 @@ def _within_rows(ends: Ends | None, rows: int) -> Ends | None:
     if ends is None or rows == 1:
         return ends
     if ends != tuple(range(0, ends[-1] + 1, max(1, ends[-1] // rows))):
-        raise UnsupportedError(f"packed documents in a batch of {rows} are not supported: give one")
+        raise UnsupportedError(f"packed documents in a batch of {rows} are not supported: give one sequence a batch")
     return None
 
 

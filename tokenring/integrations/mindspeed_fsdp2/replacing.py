@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from types import ModuleType
 from typing import Any, NamedTuple
+
+from tokenring.integrations.mindspeed_fsdp2.contexts import TrainerContexts
 
 
 class Replaced(NamedTuple):
@@ -23,6 +26,16 @@ class Replaced(NamedTuple):
         """Put theirs there, unless somebody has put another since."""
         if _get(self.place, self.name) is self.ours:
             _set(self.place, self.name, self.own)
+
+
+def while_used(own: Callable[..., Any], ours: Callable[..., Any], contexts: TrainerContexts) -> Callable[..., Any]:
+    """Return a function that is ours while tokenring is used, and else theirs: trainers copy it to other places."""
+
+    @wraps(own)
+    def function(*given: Any, **more: Any) -> Any:
+        return ours(*given, **more) if contexts.options is not None else own(*given, **more)
+
+    return function
 
 
 def _get(place: Any, name: str) -> Any:

@@ -6,7 +6,7 @@ import sys
 from typing import Any, Literal, get_args
 
 from tokenring.errors import ConfigurationError
-from tokenring.integrations.mindspeed_fsdp2.contexts import TrainerContexts
+from tokenring.integrations.mindspeed_fsdp2.contexts import TrainerContexts, check_options
 from tokenring.integrations.mindspeed_fsdp2.replacing import Replaced
 
 Trainer = Literal["mindspeed_llm", "mindspeed_mm"]
@@ -14,7 +14,7 @@ TRAINERS: tuple[str, ...] = get_args(Trainer)
 
 # State of the process: what was replaced, and with which contexts.
 _replaced: list[Replaced] = []
-_contexts: list[TrainerContexts] = []
+_contexts = TrainerContexts()
 
 
 def use_tokenring(trainer: Trainer | None = None, *, any_model: bool = False, **options: Any) -> None:
@@ -43,26 +43,41 @@ def use_tokenring(trainer: Trainer | None = None, *, any_model: bool = False, **
         trainer = found[0]  # type: ignore[assignment]
     if trainer not in TRAINERS:
         raise ConfigurationError(f"use_tokenring({trainer!r}): say one of {', '.join(map(repr, TRAINERS))}")
-    contexts = TrainerContexts(options)
-    stop_tokenring()
+    check_options(options)
+    before = list(_replaced)
+    _put_back()
+    try:
+        _replaced[:] = _found(trainer, any_model)
+    except BaseException:
+        _replaced[:] = before  # which stays in use
+        raise
+    finally:
+        for each in _replaced:
+            each.put()
+    _contexts.use(options)
+
+
+def _found(trainer: str, any_model: bool) -> list[Replaced]:
+    """Return what is to be replaced in a trainer, which has its own functions now."""
     if trainer == "mindspeed_llm":
         from tokenring.integrations.mindspeed_fsdp2 import llm
 
-        made = llm.replace(contexts, any_model)
-    else:
-        from tokenring.integrations.mindspeed_fsdp2 import mm
+        return llm.replace(_contexts, any_model)
+    from tokenring.integrations.mindspeed_fsdp2 import mm
 
-        made = mm.replace(contexts)
-    for each in made:
-        each.put()
-    _replaced[:], _contexts[:] = made, [contexts]
+    return mm.replace(_contexts)
 
 
 def stop_tokenring() -> None:
-    """Put back what `use_tokenring` replaced, and give back what its contexts hold."""
+    """Put back what `use_tokenring` replaced, and give back what its contexts hold.
+
+    Where the trainer put ours into a model meanwhile, it calls theirs from now on.
+    """
+    _put_back()
+    _contexts.stop()
+
+
+def _put_back() -> None:
     for each in _replaced:
         each.put_back()
-    for contexts in _contexts:
-        contexts.close()
     _replaced.clear()
-    _contexts.clear()

@@ -17,7 +17,7 @@ from tokenring.errors import UnsupportedError
 from tokenring.integrations.mindspeed_fsdp2.calls import LastRead, attend_cut, is_training
 from tokenring.integrations.mindspeed_fsdp2.contexts import TrainerContexts
 from tokenring.integrations.mindspeed_fsdp2.cuts import KEPT, CutCall
-from tokenring.integrations.mindspeed_fsdp2.replacing import Replaced
+from tokenring.integrations.mindspeed_fsdp2.replacing import Replaced, while_used
 from tokenring.integrations.versions import MINDSPEED_MM
 from tokenring.runtime.agreement import refusing
 from tokenring.sequence.layout import contiguous
@@ -34,7 +34,7 @@ def replace(contexts: TrainerContexts) -> list[Replaced]:
     home, own = MINDSPEED_MM.function(HOME, NAME, ("self", "x", "seq_lens", "grid_sizes", "freqs"))
     _, split = MINDSPEED_MM.function(MOVES, "split_forward_gather_backward", SPLIT)
     _, gather = MINDSPEED_MM.function(MOVES, "gather_forward_split_backward", GATHER)
-    ours = attention_of(home, own, contexts, split, gather)
+    ours = while_used(own, attention_of(home, own, contexts, split, gather), contexts)
     return [Replaced(home.WanSelfAttention, NAME.partition(".")[2], own, ours)]
 
 
