@@ -268,6 +268,8 @@ MM_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"mask": torch.ones(1, 1, 6, 6)}, r"attention_mask \[1, 1, 6, 6\]"),
     ({"mask": 1 - LEFT, "is_causal": False}, r"attention_mask \[1, 6\]"),
     ({"input_layout": "SBH"}, "input_layout 'SBH' is unknown"),
+    ({}, r"Layer does not say how long the whole sequence is \(total_seq_len\)"),
+    ({"cu_seq_lens_q": [0, 2, 6]}, r"Layer does not say how long the whole sequence is"),
     ({"cu_seq_lens_q": [0, 2, 6], "cu_seq_lens_k": [0, 3, 6]}, "other ends for keys"),
     ({"seq_split_lens": torch.tensor([[3], [3]])}, "seq_split_lens with is_causal=True"),
     ({"seq_split_lens": torch.ones(1, 1, 1), "is_causal": False}, r"seq_split_lens are \[1, 1, 1\]"),

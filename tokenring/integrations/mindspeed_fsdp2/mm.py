@@ -130,6 +130,7 @@ def attention_of(home: Any, own: Callable[..., Any], contexts: TrainerContexts) 
                     given = kwargs.get("cu_seqlens")
                 ends = None if given is None else _ends(of_q.of(given), of_k, cu_seq_lens_k, mask)
                 total = None if total_seq_len is None else int(total_seq_len)
+                _check_is_cut(module, causal, total)
                 call = _call(cut_of(state), q.shape[1], total, _within_rows(ends, q.shape[0]), mask)
             check_tokens(call, cp.rank, q.shape[1], k.shape[1])
         sinks = kwargs.get("s_aux")
@@ -205,6 +206,18 @@ def is_right_padding(mask: torch.Tensor, is_first: bool) -> bool:
     real = mask.bool()
     begins = bool(real[:, 0].all()) if is_first else True
     return begins and not bool((real[:, 1:] & ~real[:, :-1]).any())
+
+
+def _check_is_cut(module: torch.nn.Module, causal: bool, total: int | None) -> None:
+    """Raise UnsupportedError for causal layers of models that do not cut their sequence: those that do say its length.
+
+    Under a full mask copies change nothing.
+    """
+    if causal and total is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} does not say how long the whole sequence is (total_seq_len), as all models of "
+            f"MindSpeed-MM do that cut it over ranks: train this one without context parallelism"
+        )
 
 
 def _check_mask(
