@@ -56,7 +56,10 @@ def cases(family: str, count: int) -> list[tuple[str, Workload, Layout, Mask, li
         names = FAMILIES[family].variants(ranks, nominal, random.choice([None, 2, 4]))
         name = random.choice(names or ["none"]) + random.choice(OPTIONS)
         length = ranks * random.choice([64, 512]) - random.choice([0, 0, 7])
-        layout = make_layout(random.choice(["contiguous", "zigzag", "striped"]), ranks, length)
+        layout = make_layout(random.choice(["contiguous", "zigzag", "striped", "zigzag/2"]), ranks, length)
+        if random.random() < 0.3:  # by hand: neighbouring chunks may be one rank's
+            owners = random.sample(layout.owners, len(layout.owners))
+            layout = Layout("by hand", ranks, layout.length, layout.chunks, tuple(owners))
         order, mask = random.choice([None, random.sample(range(ranks), ranks)]), random.choice([Full(), Causal()])
         size = workload(layout, HEADS.get(family, (8, 8)))
         try:

@@ -229,13 +229,15 @@ def _read(path: Path, call: CallToPlan) -> Plan | None:
     try:
         document = json.loads(_text(path))
         found = document["plan"]
-        order = None if found["order"] is None else tuple(map(int, found["order"]))
+        order, kept_order = order_of(call.setting.interconnect), found["order"]
         usable = [document[name] for name in ("format", "version", "file")] == [FORMAT, VERSION, path.name]
-        if not usable or order != order_of(call.setting.interconnect):
+        if not usable or order != (None if kept_order is None else tuple(kept_order)):
             return None
         candidates = tuple(map(candidate_of, found["candidates"]))
         reason, transport = _word(found["reason"]), None if found["transport"] is None else _word(found["transport"])
-        direction = None if found["direction"] is None else int(found["direction"])
+        if (direction := found["direction"]) not in (None, 1, -1):
+            raise ValueError(f"{direction!r} is no direction")
+        direction = None if direction is None else int(direction)
         with no_collection():
             made = schedule_in_parts(
                 _word(found["name"]), call.setting.workload, call.q_layout, call.kv_layout, call.mask,
