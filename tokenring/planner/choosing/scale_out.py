@@ -41,7 +41,7 @@ from tokenring.schedule.scheme import Scheme
 from tokenring.sequence.layout import Layout
 
 FEW_HOSTS = 2  # at least, of the smaller of two worlds
-HOPELESS = 1.25  # times the time of the best so far
+HOPELESS = 1.25  # times the time of the best so far, both as few hosts show them where not all are folded
 LEAST_HOSTS = 4 * FEW_HOSTS  # equal ones, of which one stands for all
 FINAL = 4  # schedules that are looked at on twice as many
 MOST_TILES = 6_000
