@@ -1,4 +1,4 @@
-"""What runs on a CPU rank: real functions of two FSDP2 trainers, with tokenring's attention and with theirs."""
+"""Run on a CPU rank real functions of two FSDP2 trainers, with tokenring's attention and with theirs."""
 
 from __future__ import annotations
 

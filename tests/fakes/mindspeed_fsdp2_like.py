@@ -1,4 +1,4 @@
-"""What MindSpeed-LLM's and MindSpeed-MM's FSDP2 trainers have that their integration touches, for tests without them.
+"""Stand in for what the integration of MindSpeed-LLM's and -MM's FSDP2 trainers touches, in tests without them.
 
 Signatures and behaviour are those of MindSpeed-LLM c77308a1 and MindSpeed-MM 57069cd5, cited by file and line.
 tests/integrations/test_mindspeed_fsdp2_sources.py compares the signatures with the sources where these are at hand;

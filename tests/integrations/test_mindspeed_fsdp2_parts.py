@@ -45,7 +45,7 @@ CASES = [
 
 
 def made(case: Case) -> tuple[CutCall, int]:
-    """How its call is made, and by how many ranks."""
+    """Return how its call is made, and by how many ranks."""
     cut = (
         TrainerCut(*case.cut)
         if isinstance(case.cut, tuple)
@@ -60,7 +60,7 @@ def made(case: Case) -> tuple[CutCall, int]:
 
 
 def says_what_is_seen(case: Case) -> bool:
-    """Whether the mask of a call, in its layout, shows each token what it is to see, and nothing of padding."""
+    """Tell whether the mask of a call, in its layout, shows each token what it is to see, and nothing of padding."""
     call, ranks = made(case)
     assert call.layout is not None
     token_at = torch.full((call.layout.length,), -1)

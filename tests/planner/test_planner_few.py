@@ -132,7 +132,7 @@ def test_up_to_sixteen_ranks_nothing_changes() -> None:
 
 
 def test_where_pairs_send_one_way_alone_the_mode_with_one_queue_is_taken() -> None:
-    """Of requests one way and partials back each channel has its own communicator anyway: 2 for each pair."""
+    """Count 2 for each pair: requests go one way and partials back, each over a communicator of its own anyway."""
     net = switch(40, 1.0)
     size = workload(40, (8, 8), 64)
     layout = contiguous(40, size.q_length)

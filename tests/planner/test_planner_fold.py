@@ -14,7 +14,7 @@ from tokenring.lowering.footprint import link_bytes
 from tokenring.lowering.lower import lower
 from tokenring.lowering.target import Target
 from tokenring.planner.choosing.folded_world import DEPTHS, DrawnOut, FoldedWorld
-from tokenring.planner.choosing.folding import Folding, folded
+from tokenring.planner.choosing.folding import Folding
 from tokenring.planner.choosing.select import ROUNDING
 from tokenring.planner.choosing.symmetry import FoldedNet, Symmetry, symmetry_of
 from tokenring.planner.simulation.operations import Operation, SimulatedPost, operations
@@ -39,7 +39,7 @@ def folded_seconds(name: str, asked: Setting) -> float:
     net, size, (direction,) = asked.interconnect, asked.workload, asked.passes
     scheme, early = parse(name).make(net.world_size), asked.early_receives
     symmetry = symmetry_of(scheme, net.world_size, LOCAL)
-    schedule = folded(scheme, size.q_length, size.kv_length, symmetry)
+    schedule = Folding(scheme, size.q_length, size.kv_length, symmetry).schedule()
     target = Target(early_receives=early)
     lowered = [lower(schedule, rank, direction, size, target) for rank in range(LOCAL)]
     programs = [operations(schedule, size, each, asked.machine.rates) for each in lowered]
@@ -123,9 +123,9 @@ def test_tiles_of_whole_rows_are_those_of_pairs(name: str, monkeypatch: pytest.M
     """Where tiles go by their q, they are made row by row: the same schedule as pair by pair."""
     scheme = parse(name).make(RANKS)
     symmetry = symmetry_of(scheme, RANKS, LOCAL)
-    by_pair = folded(replace(scheme, timed_by_q=False), 768, 768, symmetry)
+    by_pair = Folding(replace(scheme, timed_by_q=False), 768, 768, symmetry).schedule()
     monkeypatch.delattr(Folding, "_pairs")
-    assert folded(scheme, 768, 768, symmetry) == by_pair
+    assert Folding(scheme, 768, 768, symmetry).schedule() == by_pair
 
 
 @pytest.mark.parametrize("name", [*NAMES, "packed/2", "all-gather-kv", "sub-sharded/6x2x1/pieces2", "mesh-q/3x4"])

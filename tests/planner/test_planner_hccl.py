@@ -17,7 +17,7 @@ from tokenring.ir.schedule_data import PASSES
 from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.footprint import connections
 from tokenring.lowering.target import links
-from tokenring.planner.choosing.folding import folded
+from tokenring.planner.choosing.folding import Folding
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.choosing.scale_out import Task, figures
 from tokenring.planner.choosing.symmetry import symmetry_of
@@ -125,7 +125,7 @@ def test_folded_worlds_count_the_same(name: str, transport: str) -> None:
     layout = contiguous(32, size.q_length)
     whole = most_connections(make_schedule(name, layout, layout, tr.Full()), transport)
     scheme = parse(name).make(32)
-    one = folded(scheme, size.q_length, size.kv_length, symmetry_of(scheme, 32, 4))
+    one = Folding(scheme, size.q_length, size.kv_length, symmetry_of(scheme, 32, 4)).schedule()
     assert max(connections(links(one, BOTH), target, rank) for rank in range(4)) == whole
     found = figures(name, Task(over(setting(net, size, BOTH, tflops=1.0), transport)), 2, float("inf"))
     assert found is not None and round(found.connections) == whole

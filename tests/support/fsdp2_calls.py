@@ -244,7 +244,7 @@ def npu_errors(here: Here, cases: list[tuple[str, Case]]) -> list[float]:
 
 
 def refused_by_rank_1(here: Here) -> list[str]:
-    """What each rank hears where rank 1 asks for what is not supported; afterwards all go on."""
+    """Return what each rank hears where rank 1 asks for what is not supported; afterwards all go on."""
     heard = []
     with like_llm(dist.group.WORLD) as model:
         use_tokenring("mindspeed_llm", transport=here.base.transport, schedule="ring")

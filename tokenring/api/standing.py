@@ -60,6 +60,15 @@ class Standing(metaclass=Shown):
         )
 
 
+def is_open(cp: Any) -> bool:
+    """Tell whether a context was not closed, nor its group destroyed."""
+    try:
+        cp.check_open()
+    except ConfigurationError:
+        return False
+    return True
+
+
 def new_handle(cp: object) -> str:
     """Return a new name for a context, unique in this process: a text, which torch.compile never takes for a size."""
     handle = f"cp{next(_numbers)}"

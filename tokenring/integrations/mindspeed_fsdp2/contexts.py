@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenring.api.arguments import check_schedule_name
 from tokenring.api.context import ContextParallel
+from tokenring.api.standing import is_open
 from tokenring.errors import ConfigurationError
 
 # Under a full mask the order of tokens means nothing, and this gives each rank as many as these trainers do: the first
@@ -35,10 +36,10 @@ class TrainerContexts:
     def of(self, group: Any) -> ContextParallel:
         """Return the ContextParallel of a process group; all its ranks come here together."""
         for each in self._made:
-            if _is_open(each) and each.group is group:
+            if is_open(each) and each.group is group:
                 return each
         made = ContextParallel(group, LIKE_THEIRS, **(self.options or {}))
-        self._made = [*filter(_is_open, self._made), made]
+        self._made = [*filter(is_open, self._made), made]
         return made
 
     def stop(self) -> None:
@@ -61,11 +62,3 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"use_tokenring({name}=...) is no option: choose among {', '.join(known)}")
     if isinstance(schedule := options.get("schedule"), str):
         check_schedule_name(schedule)
-
-
-def _is_open(cp: ContextParallel) -> bool:
-    try:
-        cp.check_open()
-    except ConfigurationError:
-        return False
-    return True

@@ -51,7 +51,7 @@ def replace(contexts: TrainerContexts, any_model: bool) -> list[Replaced]:
     home, own = MINDSPEED_LLM.function(HOME, NAME, PARAMETERS)
     _, mappings = MINDSPEED_LLM.function(MANAGER, MAPPINGS, ("self", "model_id", "cp_type_config"))
     manager = sys.modules[MANAGER].ContextParallelMappingManager
-    ours = while_used(own, attention_of(home, own, contexts), contexts)
+    ours = while_used(own, attention_of(home, contexts), contexts)
     there = [Replaced(module, name, own, ours) for module, name in _holders(own)]
     return [
         Replaced(home, NAME, own, ours),
@@ -90,11 +90,10 @@ def checking_models(own: Callable[..., Any], any_model: bool) -> Callable[..., A
     return get_model_cp_mappings
 
 
-def attention_of(home: Any, own: Callable[..., Any], contexts: TrainerContexts) -> Callable[..., Any]:
+def attention_of(home: Any, contexts: TrainerContexts) -> Callable[..., Any]:
     """Return the function that layers call in the place of theirs, with its signature."""
     ends_read = LastRead(ends_of)
 
-    @wraps(own)
     def context_parallel_attention_forward(
         module: torch.nn.Module,
         query: torch.Tensor,

@@ -11,7 +11,6 @@ whole, cu_seq_lens_q the ends of its documents before it is cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -83,7 +82,6 @@ def attention_of(home: Any, own: Callable[..., Any], contexts: TrainerContexts) 
     """Return the function that layers call in the place of theirs, with its signature."""
     of_q, of_k, paddings = LastRead(ends_of), LastRead(ends_of), LastRead(is_right_padding)
 
-    @wraps(own)
     def flash_attention_forward(
         module: torch.nn.Module,
         query: torch.Tensor,

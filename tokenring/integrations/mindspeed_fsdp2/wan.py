@@ -8,7 +8,7 @@ output is used. Cross-attention (:461) is computed whole on every rank, and stay
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -45,7 +45,6 @@ def attention_of(
 
     lengths = LastRead(_real_tokens)
 
-    @wraps(own)
     def forward(self: Any, x: torch.Tensor, seq_lens: torch.Tensor, grid_sizes: Any, freqs: Any) -> Any:
         state = home.get_parallel_state()
         if not state.is_cp_enable():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tokenring.api.context import ContextParallel
+from tokenring.api.standing import is_open
 from tokenring.errors import ConfigurationError
 from tokenring.integrations.torchtitan.batches import Window, cut_batch
 
@@ -48,17 +49,9 @@ class Setup:
         A mesh of new groups equals one of the same ranks whose groups were destroyed.
         """
         found = self.contexts.get(mesh)
-        if found is None or not _is_open(found):
+        if found is None or not is_open(found):
             found = self.contexts[mesh] = ContextParallel(mesh, **self.options)
         return found
-
-
-def _is_open(cp: ContextParallel) -> bool:
-    try:
-        cp.check_open()
-    except ConfigurationError:
-        return False
-    return True
 
 
 def setup_of(model: Any) -> Setup | None:

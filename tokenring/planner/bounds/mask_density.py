@@ -66,7 +66,7 @@ def most_of_own_rows(mask: Mask, q_layout: Layout, kv_length: int) -> float:
     average = visible_pairs(mask, q_layout.length, kv_length) / q_layout.world_size
     everything = Positions(0, kv_length)
     seen = [
-        sum(patch.pairs() for chunk in q_layout.owned_by(rank) for patch in _patches(mask, q_layout, chunk, everything))
+        sum(patch.pairs() for q in _owned(q_layout, [rank]) for patch in mask.region(q, everything))
         for rank in _some(q_layout.world_size, SOME)
     ]
     return max(seen) / average if average else 1.0
@@ -92,7 +92,3 @@ def _owned(layout: Layout, owners: Iterable[int]) -> list[Positions]:
     """Return the positions that these ranks own, neighbouring chunks together."""
     chunks = (layout.chunks[chunk] for rank in owners for chunk in layout.owned_by(rank))
     return join_chunks(sorted(chunk for chunk in chunks if len(chunk)))
-
-
-def _patches(mask: Mask, q_layout: Layout, chunk: int, kv: Positions) -> Iterable[Patch]:
-    return mask.region(q_layout.chunks[chunk], kv)

@@ -54,11 +54,6 @@ class FoldedRoute(NamedTuple):
     wide: frozenset[int] = frozenset()
 
 
-def folded(scheme: Scheme, length: int, kv_length: int, symmetry: Symmetry) -> ScheduleData:
-    """Return what the ranks of host 0 do, dense, of sequences of these lengths."""
-    return Folding(scheme, length, kv_length, symmetry).schedule()
-
-
 class Folding:
     """The tiles and routes of what host 0 owns, and the schedule of host 0 that they say."""
 

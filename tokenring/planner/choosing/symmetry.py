@@ -30,18 +30,10 @@ class Symmetry:
         """Return the image of a head group when the host of rank `by` becomes host 0."""
         return (heads - by // self.unit * self.head_step) % self.head_groups
 
-    def shift(self, rank: int, by: int) -> int:
-        """Return the image of a rank when the host of `by` becomes host 0."""
-        return (rank - by // self.unit * self.unit) % self.world_size
-
     def canonical(self, src: int, dst: int) -> tuple[int, int]:
         """Return the image of a pair whose source is in host 0."""
         here = src % self.unit
         return here, (dst - src + here) % self.world_size
-
-    def here(self, rank: int) -> bool:
-        """Return whether the rank is in host 0."""
-        return rank < self.unit
 
 
 class FoldedNet:
