@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 LAUNCHERS = ("torchrun", "msrun", "python", "python3")
@@ -80,8 +80,11 @@ NEEDED = {
 }  # fmt: skip
 
 
-def shrunk(flags: list[str], ranks: int) -> list[str]:
-    """Return flags with small sizes, for one step of a few ranks: those of attention and its cuts stay as they are."""
+def shrunk(flags: list[str], ranks: int, beside: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return flags with small sizes, for one step of a few ranks: those of attention and its cuts stay as they are.
+
+    beside: flags with their values, in place of the script's own.
+    """
     found: list[str] = []
     at = 0
     while at < len(flags):
@@ -90,7 +93,7 @@ def shrunk(flags: list[str], ranks: int) -> list[str]:
             stop += 1
         name, values = flags[at], flags[at + 1 : stop]
         at = stop
-        if any(re.fullmatch(each, name) for each in DROPPED):
+        if name in beside or any(re.fullmatch(each, name) for each in DROPPED):
             continue
         if name in SIZES:
             values = [SIZES[name]]
@@ -99,7 +102,7 @@ def shrunk(flags: list[str], ranks: int) -> list[str]:
         if name == "--ulysses-degree-in-cp":
             values = ["2"]
         found += [name, *values]
-    added = [*ADDED]
+    added = [*ADDED, *(word for name, values in beside.items() for word in (name, *values))]
     for name, value in NEEDED.items():
         added += [name, value] if name not in found else []
     return [*found, *added]

@@ -1,15 +1,16 @@
-"""One training step of MindSpeed-LLM's model in a rank with an emulated NPU: its loss and gradients."""
+"""One training step of MindSpeed-LLM's model in a rank with an emulated NPU: its weights and gradients."""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -28,6 +29,7 @@ ELSEWHERE = (
     "jieba", "tqdm", "modelscope", "diffusers", "torchvision", "bitsandbytes", "ml_dtypes", "custom_ops", "mindspore",
 )  # fmt: skip
 EOD = 3
+Whole = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 class _AnyClass(type):
@@ -77,6 +79,9 @@ def start(here: Here, sources: list[str], flags: list[str], asked: bool) -> dict
         for name in ("npu_fusion_attention", "npu_fusion_attention_v2"):
             setattr(import_module("torch_npu"), name, plain_attention)
     import_module("mindspeed_llm.tasks.megatron_adaptor_v2")
+    random: Any = import_module("megatron.core.tensor_parallel.random")  # of generators, which the device lacks
+    random._get_all_rng_states, random._set_all_rng_states = tuple, lambda *states: None
+    random.CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
     # It assigns to .data, which the emulated device does not follow.
     utils: Any = import_module("megatron.core.utils")
     utils._kernel_make_viewless_tensor = lambda x, requires_grad: x.clone()
@@ -88,7 +93,12 @@ def start(here: Here, sources: list[str], flags: list[str], asked: bool) -> dict
     make = dist.new_group
     dist.new_group = partial(_of_npus, make)  # the pool's world is of Gloo, where on NPUs it is of HCCL
     try:
-        state.initialize_model_parallel(context_parallel_size=args.context_parallel_size)
+        _stages_over_hccl(here)
+        state.initialize_model_parallel(
+            args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size, context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+        )  # fmt: skip
     finally:
         dist.new_group = make
     held = {
@@ -141,37 +151,110 @@ def _of_npus(make: Any, *args: Any, backend: str | None = None, **kwargs: Any) -
     return make(*args, backend=backend or "hccl", **kwargs)
 
 
+def _stages_over_hccl(here: Here) -> None:
+    """Let stages of a pipeline send to each other over HCCL: two of them do so in the whole world's group."""
+    steps: Any = import_module("mcore.npu_steps")
+    world = SimpleNamespace(WORLD=dist.new_group(list(range(here.world_size))))
+    pipeline: Any = import_module("megatron.core.pipeline_parallel")
+    pipeline.p2p_communication.torch = steps.OnNpu(distributed=steps.OverHccl(group=world))
+    pipeline.schedules.torch = steps.OnNpu()  # it counts tokens on the device
+
+
 def batches(args: Any) -> list[dict[str, torch.Tensor]]:
-    """One batch of the whole sequence, as a data loader makes it."""
+    """Batches of whole sequences, one for each stage, as a data loader makes them."""
     random = torch.Generator().manual_seed(5)
-    length = args.seq_length
-    tokens, labels = (torch.randint(EOD + 1, args.padded_vocab_size, (1, length), generator=random) for _ in range(2))
+    length, made = args.seq_length, []
     positions = torch.arange(length)[None]
     if args.reset_attention_mask and args.reset_position_ids:
         positions = torch.cat([torch.arange(b - a) for a, b in pairwise((0, *ENDS))])[None]
-    found = {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(1, length), "position_ids": positions}
-    return [{**found, "actual_seq_len": torch.tensor(ENDS)} if args.reset_attention_mask else found]
+    for _ in range(args.global_batch_size):
+        tokens, labels = (
+            torch.randint(EOD + 1, args.padded_vocab_size, (1, length), generator=random) for _ in range(2)
+        )
+        found = {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(1, length), "position_ids": positions}
+        made.append({**found, "actual_seq_len": torch.tensor(ENDS)} if args.reset_attention_mask else found)
+    return made
 
 
 def latent_layers(here: Here) -> int:
-    """How many layers the model of the last step had whose latents travel."""
+    """Return how many layers the model of the last step had whose latents travel."""
     found: int = here.memory["latent layers"]
     return found
 
 
-def gradients(here: Here) -> dict[str, torch.Tensor]:
-    """The gradients of one step, added up over the ranks."""
+def whole(here: Here) -> Whole:
+    """Return the weights of the model of one rank, and their gradients in one step."""
+    (model,) = _chunks()
+    _step([model])
+    named = dict(model.named_parameters())
+    return {n: p.detach().cpu() for n, p in named.items()}, {n: p.grad.float().cpu() for n, p in named.items()}
+
+
+def errors(here: Here, wanted: Whole) -> dict[str, float]:
+    """Return the relative error of each gradient that this rank has, in a step from these weights."""
+    gpt: Any = import_module("mcore.gpt")
+    weights, gradients = wanted
+    chunks, found = _chunks(), {}
+    here.memory["latent layers"] = sum(isinstance(each, SendsLatents) for model in chunks for each in model.modules())
+    for model in chunks:
+        gpt.take_weights(model, weights)
+    _step(chunks)
+    for model in chunks:
+        for name, parameter in model.named_parameters():
+            right = gpt.part_of(model, name, parameter, gradients)
+            made = _added_up(name, parameter).float().cpu()
+            found[f"{name} of {model.decoder.layers[0].layer_number}"] = float(
+                (made - right).norm() / right.norm().clamp_min(1e-30)
+            )
+    return found
+
+
+def _chunks() -> list[Any]:
+    """Return the parts of the model that this rank has: one for each virtual stage of its pipeline."""
     args = import_module("megatron.training.global_vars").get_args()
+    state: Any = import_module("megatron.core.parallel_state")
+    pretrain: Any = import_module("pretrain_gpt")
     torch.manual_seed(1)
-    pretrain = import_module("pretrain_gpt")
-    model = pretrain.model_provider().to("npu")
-    here.memory["latent layers"] = sum(isinstance(each, SendsLatents) for each in model.modules())
-    tokens, labels, loss_mask, attention_mask, positions = pretrain.get_batch(iter(batches(args)))
-    losses = model(tokens, positions, attention_mask, labels=labels)
-    (losses.float() * loss_mask).sum().div(args.seq_length).backward()
-    found = {}
-    for name, parameter in model.named_parameters():
-        whole = parameter.grad.float().cpu()
-        dist.all_reduce(whole)
-        found[name] = whole
+    moved, found = import_module("mcore.npu_steps").moved, []
+    for stage in range(args.virtual_pipeline_model_parallel_size or 1):
+        if args.virtual_pipeline_model_parallel_size:
+            state.set_virtual_pipeline_model_parallel_rank(stage)
+        first, last = state.is_pipeline_first_stage(), state.is_pipeline_last_stage()
+        found.append(moved(pretrain.model_provider(first, last)))
+    return found
+
+
+def _step(chunks: list[Any]) -> None:
+    """Make one step by Megatron's own schedule of microbatches."""
+    args = import_module("megatron.training.global_vars").get_args()
+    pretrain: Any = import_module("pretrain_gpt")
+    pipeline: Any = import_module("megatron.core.pipeline_parallel")
+    several = len(chunks) > 1
+
+    def forward(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        tokens, labels, loss_mask, attention_mask, positions = pretrain.get_batch(data)
+
+        def share(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            # The schedule multiplies by the ranks of context parallelism, as if gradients were averaged over them.
+            made = (losses.float() * loss_mask).sum().div(args.seq_length * args.context_parallel_size)
+            return made, torch.tensor(1, dtype=torch.int).to("npu"), {}
+
+        return model(tokens, positions, attention_mask, labels=labels), share
+
+    data = [iter(batches(args)) for _ in chunks]
+    pipeline.get_forward_backward_func()(
+        forward_step_func=forward, data_iterator=data if several else data[0], model=chunks if several else chunks[0],
+        num_microbatches=args.global_batch_size, seq_length=args.seq_length, micro_batch_size=1,
+    )  # fmt: skip
+
+
+def _added_up(name: str, parameter: Any) -> torch.Tensor:
+    """Return a gradient, added up over the ranks that have other tokens, or other heads of a norm that they share."""
+    state: Any = import_module("megatron.core.parallel_state")
+    found: torch.Tensor = parameter.grad
+    if getattr(parameter, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name:
+        dist.all_reduce(found, group=state.get_tensor_model_parallel_group())
+    apart = "local_experts" in name
+    others = state.get_expert_data_parallel_group() if apart else state.get_data_parallel_group(True)
+    dist.all_reduce(found, group=others)
     return found

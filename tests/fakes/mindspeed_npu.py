@@ -28,7 +28,8 @@ WHEEL = next(iter(OFFERS))
 VERSIONS = {"torch_npu": "2.7.1", "triton": "3.2.0"}
 SHARED = (
     "is_available", "device_count", "current_device", "set_device", "current_stream", "synchronize", "Stream", "Event",
-    "get_device_properties", "get_device_name", "empty_cache", "manual_seed", "manual_seed_all", "mem_get_info",
+    "stream", "get_device_properties", "get_device_name", "empty_cache", "manual_seed", "manual_seed_all",
+    "mem_get_info",
 )  # fmt: skip
 
 

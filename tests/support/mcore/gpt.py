@@ -297,8 +297,9 @@ def part_of(model: Any, name: str, parameter: Any, whole: dict[str, torch.Tensor
     if not getattr(parameter, "tensor_model_parallel", False):
         return found
     ranks, rank = state.get_tensor_model_parallel_world_size(), state.get_tensor_model_parallel_rank()
-    part: torch.Tensor = found.chunk(ranks, dim=parameter.partition_dim)[rank]
-    return part
+    gated = "linear_fc1" in words and model.config.gated_linear_unit  # gates and values lie one after the other
+    parts = [each.chunk(ranks, dim=parameter.partition_dim)[rank] for each in found.chunk(2 if gated else 1)]
+    return torch.cat(parts)
 
 
 def take_weights(model: Any, whole: dict[str, torch.Tensor]) -> None:

@@ -28,7 +28,7 @@ from tokenring.integrations.megatron import TokenRingAttention
 FLAGS = ("--context-parallel-attention", "tokenring", "--context-parallel-size", "2", "--tokenring-schedule", "ring")
 
 
-class _OnNpu:
+class OnNpu:
     """torch, where zeros and numbers that are to lie on a GPU lie on the NPU."""
 
     def __init__(self, **more: Any) -> None:
@@ -44,7 +44,7 @@ class _OnNpu:
         return torch.tensor(data, **more)
 
 
-class _OverHccl(_OnNpu):
+class OverHccl(OnNpu):
     """torch.distributed, whose world is of HCCL."""
 
     def __getattr__(self, name: str) -> Any:
@@ -78,9 +78,9 @@ def _on_npus(here: Here) -> None:
         return make(*given, backend=backend or "hccl", **more)
 
     dist.new_group = over_hccl
-    world = _OverHccl(group=SimpleNamespace(WORLD=dist.new_group(list(range(here.world_size)))))
-    utils.torch = rope_utils.torch = schedules.torch = _OnNpu()
-    p2p_communication.torch = _OnNpu(distributed=world)
+    world = OverHccl(group=SimpleNamespace(WORLD=dist.new_group(list(range(here.world_size)))))
+    utils.torch = rope_utils.torch = schedules.torch = OnNpu()
+    p2p_communication.torch = OnNpu(distributed=world)
     utils._kernel_make_viewless_tensor = lambda x, requires_grad: x.clone()  # the device does not follow .data
 
 
@@ -117,10 +117,10 @@ def errors_of_step(here: Here, job: Job, whole: Whole, schedules: list[str]) -> 
 
 def _chunks(here: Here, job: Job) -> list[Any]:
     """The parts of the model that this rank has: one for each virtual pipeline stage."""
-    return [_moved(build(here, replace(job, stage=stage), job.layer_spec())) for stage in range(job.vpp)]
+    return [moved(build(here, replace(job, stage=stage), job.layer_spec())) for stage in range(job.vpp)]
 
 
-def _moved(model: Any) -> Any:
+def moved(model: Any) -> Any:
     """The model on the NPU, whose parameters are other objects there: with what Megatron noted at those."""
     noted = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
     for name, parameter in model.to("npu").named_parameters():
