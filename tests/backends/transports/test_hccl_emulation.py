@@ -17,7 +17,7 @@ from ascend.hccl_ranks import fresh
 from ascend.hccl_watch import watch
 from ascend.ranks import NpuPools
 from patience import patient
-from ranks import Here
+from ranks import Here, RankError
 
 SHORT_SECONDS = 0.7
 
@@ -116,6 +116,29 @@ def test_collectives_and_batches_use_the_communicator_of_the_group(npus: NpuPool
         assert values == [[2.0, 4.0], [0.0], [1.0], [float(rank)], [10.0 + rank], [1.0 - rank, 3.0]]
         assert after == [("all", 400 * MEGABYTE)]
         assert (works, communicators) == (1, 1)
+
+
+def unequal(here: Here, short: bool) -> list[Any]:
+    """Gather parts of 1, 2 and 3 numbers, and sum what each rank is given of them; short: rank 0 gives one too few."""
+    made, mine = group(here), here.rank + 1 - (short and here.rank == 0)
+    outputs = [space(n) for n in (1, 2, 3)]
+    dist.all_gather(outputs, npu(*[float(here.rank)] * mine), group=made)
+    total = space(here.rank + 1)
+    dist.reduce_scatter(total, [npu(*[10.0 * here.rank + n] * n) for n in (1, 2, 3)], group=made)
+    ledger.check_all_waited()
+    return [[x.cpu().tolist() for x in outputs], total.cpu().tolist()]
+
+
+def test_parts_of_other_sizes_are_gathered_and_summed(npus: NpuPools) -> None:
+    """As HcclAllGatherV and HcclReduceScatterV do."""
+    for rank, (gathered, summed) in enumerate(npus(3)(unequal, False)):
+        assert gathered == [[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]]
+        assert summed == [30.0 + 3 * (rank + 1)] * (rank + 1)
+
+
+def test_a_part_too_short_is_refused(npus: NpuPools) -> None:
+    with pytest.raises(RankError, match="meets rank"), npus.expendable(3) as ranks:
+        ranks(unequal, True)
 
 
 def overlapping(here: Here, streams: int | None = None) -> float:

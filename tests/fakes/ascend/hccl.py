@@ -162,6 +162,10 @@ class Collective:
             return False
         if what == "all_to_all":  # other sizes for each pair, the same at its two ends
             return bool(given[rank] == their_taken[me] and taken[rank] == their_given[me])
+        if what == "all_gather":  # parts of one size or of several, in the places that all have for them
+            return bool(taken == their_taken and their_given[0] == taken[rank])
+        if what == "reduce_scatter":
+            return bool(given == their_given and their_taken[0] == given[rank])
         return bool((given, taken) == (their_given, their_taken))
 
     def tell(self, mail: Mail) -> None:
@@ -356,33 +360,5 @@ class HcclGroup(SendsBatches, WholeTensors, dist.ProcessGroup):  # type: ignore[
 
         return self._collective("all_reduce", tensors, tensors, run)
 
-    def allgather(  # type: ignore[override]
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Work:
-        return self._collective(
-            "all_gather", inputs, outputs[0], lambda gloo, given, into: gloo.allgather([into], given)
-        )
-
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        """By sends and receives: Gloo has no all_to_all of lists."""
-
-        def run(gloo: Any, given: list[torch.Tensor], into: list[torch.Tensor]) -> Any:
-            others = [rank for rank in range(self.size()) if rank != self.rank()]
-            into[self.rank()].copy_(given[self.rank()])
-            works = [gloo.recv([into[rank]], rank, 1) for rank in others]
-            works += [gloo.send([given[rank]], rank, 1) for rank in others]
-            return _All(works)
-
-        return self._collective("all_to_all", inputs, outputs, run)
-
     def barrier(self, opts: Any = None) -> Work:
         return self._collective("barrier", [], [], lambda gloo, given, into: gloo.barrier(dist.BarrierOptions()))
-
-
-class _All:
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for each in self._works:
-            each.wait()
