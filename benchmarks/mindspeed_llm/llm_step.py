@@ -152,12 +152,10 @@ def _of_npus(make: Any, *args: Any, backend: str | None = None, **kwargs: Any) -
 
 
 def _stages_over_hccl(here: Here) -> None:
-    """Let stages of a pipeline send to each other over HCCL: two of them do so in the whole world's group."""
-    steps: Any = import_module("mcore.npu_steps")
-    world = SimpleNamespace(WORLD=dist.new_group(list(range(here.world_size))))
-    pipeline: Any = import_module("megatron.core.pipeline_parallel")
-    pipeline.p2p_communication.torch = steps.OnNpu(distributed=steps.OverHccl(group=world))
-    pipeline.schedules.torch = steps.OnNpu()  # it counts tokens on the device
+    """Let stages of a pipeline send to each other over HCCL: two of them do so in the whole world's group, too."""
+    dist.group = SimpleNamespace(WORLD=dist.new_group(list(range(here.world_size))))  # type: ignore[assignment, misc]
+    schedules: Any = import_module("megatron.core.pipeline_parallel.schedules")
+    schedules.torch = import_module("mcore.npu_steps").OnNpu()  # it counts tokens on the device
 
 
 def batches(args: Any) -> list[dict[str, torch.Tensor]]:
