@@ -31,6 +31,31 @@ def context_parallel_group(net: Interconnect, tensor_parallel: int, first: int =
     return replace(found, name=f"{net.name}, every {tp}th rank")
 
 
+def tensor_parallel_group(net: Interconnect, tensor_parallel: int) -> Interconnect:
+    """Return the first tensor-parallel group, of neighbours: what it has of each wire while all such groups exchange.
+
+    Raises ConfigurationError unless tp divides the world.
+    """
+    tp, world = tensor_parallel, net.world_size
+    if tp < 1 or world % tp:
+        raise ConfigurationError(f"tensor parallelism of {tp} does not divide {world} ranks: choose a divisor")
+    if tp == world:
+        return net
+    found = one_of_groups(net, [rank // tp for rank in range(world)], 0, tp)
+    return replace(found, name=f"{net.name}, {tp} neighbours")
+
+
+def most_sharing(group: Interconnect, whole: Interconnect, ranks: Sequence[int]) -> int:
+    """Return among how many groups at most a wire is divided that this one passes.
+
+    group: as of one_of_groups. ranks: of each of its ranks, which of the whole it is.
+    """
+    pairs = ((a, b) for a in range(len(ranks)) for b in range(len(ranks)) if a != b)
+    ways = ((group.way(a, b), whole.way(ranks[a], ranks[b])) for a, b in pairs)
+    parts = (whole.gbs(of_all) / group.gbs(own) for way, every in ways for own, of_all in zip(way, every, strict=True))
+    return round(max(parts, default=1.0))
+
+
 def one_of_groups(net: Interconnect, group_of: Sequence[Hashable], mine: Hashable, size: int) -> Interconnect:
     """Return the ranks of one group, on the hosts where it has some, where all groups exchange at once.
 
