@@ -124,7 +124,7 @@ def _says(planned: PlannedLayer) -> Iterator[str]:
     plan, asked = planned.plan, planned.asked
     tp, cp = asked.tensor_parallel, asked.context_parallel
     yield f"tp: {cp} group{_s(cp)} of {tp} neighbours, {_hosts(asked, UP)}{_at_once(asked, UP, cp)}"
-    every = f"every {tp}th rank, " if min(tp, cp) > 1 else ""
+    every = f"{tp} apart, " if min(tp, cp) > 1 else ""
     yield f"cp: {tp} group{_s(tp)} of {cp}, {every}{_hosts(asked, ATTENTION)}{_at_once(asked, ATTENTION, tp)}"
     yield "qkv and out: the weights stay, since attention takes a rank's own heads of all tokens of its tp group"
     others = {kind: seconds for kind, seconds in plan.pair_seconds[UP].items() if kind != plan.stays[UP]}
@@ -137,7 +137,8 @@ def _says(planned: PlannedLayer) -> Iterator[str]:
     if _is_shared(plan):
         yield "; ".join(f"{text}: {time_text(plan.unfused_seconds(by))}" for by, text in UNFUSED.items())
     yield "beside compute and what is exposed, a rank copies, adds up parts and posts messages"
-    yield "products are taken to run at the rate of attention's forward kernels; all times are predicted, none is measured"
+    yield "products are taken to run at the rate of attention's forward kernels"
+    yield "all times are predicted, none is measured"
     yield "not counted: norms, rotary embedding, activation, residual sums, and data parallelism"
 
 
