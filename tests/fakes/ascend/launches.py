@@ -139,7 +139,8 @@ def launched_layer(
     schedule: ScheduleData, size: Workload, rank: int, kernel: AttentionKernel, target: Target
 ) -> dict[str, Launched]:
     """What both passes of a rank launch for a linear layer or a collective, of contiguous tensors."""
-    log, found = Log(), {}
+    log = Log()
+    found: dict[str, Launched] = {}
     transport: Any = Nowhere(schedule.world_size, target, log)
     of_rank = {"q": size.q_length // schedule.world_size, "kv": size.kv_length // schedule.world_size}
     box = pair_box(schedule, rank).shape

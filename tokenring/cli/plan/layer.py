@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tokenring.cli.models import FULL_LAYER, ModelFacts, read_model
@@ -16,7 +16,7 @@ from tokenring.planner.choosing.kept_plans import plan_or_forecast_kept
 from tokenring.planner.choosing.layer import DOWN, OUT, QKV, UP, LayerCall, LayerPlan, LinearLayers, plan_layer
 from tokenring.planner.choosing.plan import Forecast
 from tokenring.planner.interconnects.interconnect import Interconnect
-from tokenring.planner.interconnects.rank_order import tensor_parallel_group
+from tokenring.planner.interconnects.rank_order import narrowest_group
 from tokenring.sequence.layout import AUTO
 from tokenring.tables.rates import Machine
 
@@ -25,11 +25,15 @@ OF_OTHERS = (  # options that say nothing of a layer, by their names in the pars
     "value_dim", "ranks", "schedules", "memory_limit", "transport", "all", "save", "explain", "timeline", "mask_svg",
     "sweep",
 )  # fmt: skip
+SHOWN = 4  # ranks of a group that are no neighbours
 
 
 @dataclass(frozen=True)
 class AskedLayer:
-    """A layer to plan for. net: of all its ranks. attention: what is asked of one context-parallel group."""
+    """A layer to plan for. net: of all its ranks. attention: what is asked of one context-parallel group.
+
+    tp_ranks, cp_ranks: of the groups that stand for all others of their kind.
+    """
 
     model: ModelFacts
     net: Interconnect
@@ -37,6 +41,8 @@ class AskedLayer:
     context_parallel: int
     attention: Asked
     linears: LinearLayers
+    tp_ranks: Sequence[int]
+    cp_ranks: Sequence[int]
     notes: tuple[str, ...]
 
 
@@ -98,8 +104,25 @@ def _asked(options: argparse.Namespace, given: argparse.Namespace) -> AskedLayer
         )
     others = [each for each in model.layers if each != kind and given.mask is None]
     notes += tuple(f'this is a layer of type {kind}; for {each} say --mask "{model.mask_of(each)}"' for each in others)
-    linears = LinearLayers(tensor_parallel_group(net, tp), machine, tokens * tp, width, features, size.dtype)
-    return AskedLayer(model, net, tp, cp, attention, linears, notes)
+    of_tp, tp_ranks = narrowest_group(net, [range(first, first + tp) for first in range(0, tp * cp, tp)])
+    of_cp, cp_ranks = narrowest_group(net, [range(first, tp * cp, tp) for first in range(tp)])
+    if cp_ranks[0]:  # else it is the first group, as asked
+        setting = replace(attention.call.setting, interconnect=of_cp)
+        attention = replace(attention, call=replace(attention.call, setting=setting))
+    notes += tuple(
+        f"the ways of {kind} group {ranks_text(ranks)} are the narrowest: it stands for all"
+        for kind, ranks in (("tp", tp_ranks), ("cp", cp_ranks)) if ranks[0]
+    )  # fmt: skip
+    linears = LinearLayers(of_tp, machine, tokens * tp, width, features, size.dtype)
+    return AskedLayer(model, net, tp, cp, attention, linears, tp_ranks, cp_ranks, notes)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return the ranks of a group as text: 0-7, or 0,8,16,24, shortened where there are many."""
+    if len(ranks) > 2 and ranks[1] == ranks[0] + 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    some = [str(rank) for rank in ranks] if len(ranks) <= SHOWN else [*map(str, ranks[:2]), "...", str(ranks[-1])]
+    return ",".join(some)
 
 
 def _of_ranks(options: argparse.Namespace, tp: int, cp: int) -> tuple[Interconnect, Machine, tuple[str, ...]]:

@@ -15,6 +15,7 @@ from tokenring.planner.choosing.layer import OperatorCost
 
 WIDTH, MARGIN, ROW, BAR, BAND, LEGEND = 620, 24, 46, 14, 30, 22
 TYPE = 14  # size of letters
+LABEL = 370  # room for what an operator is, beside its times
 LEAST_BAR = 0.8  # so that what takes microseconds is seen
 PARTS = {"compute": "kernels", "work": "copies, sums, launches", "exposed": "exposed: nothing hides it"}
 COLOURS = {  # class: (light, dark)
@@ -68,9 +69,10 @@ def _lines(planned: PlannedLayer) -> Iterator[str]:
 def _row(planned: PlannedLayer, cost: OperatorCost, y: float, x: float, scale: float) -> Iterator[str]:
     """Yield one operator: what it is, above its bar."""
     times = f"{time_text(cost.seconds)}, {time_text(cost.exposed_seconds)} exposed"
-    text = f"{cost.operator}: {cost.schedule}, {group_text(planned.asked, cost.kind)}"
-    room = WIDTH - 2 * MARGIN - 200
-    yield text_at(MARGIN, y + 14, (wrapped(text, room, TYPE) or [""])[0], TYPE)
+    name = f"{cost.operator}: {cost.schedule}"
+    texts = [name, f"{name}, {group_text(planned.asked, cost.kind)}"]
+    text = max((each for each in texts if len(wrapped(each, LABEL, TYPE)) == 1), key=len, default=cost.operator)
+    yield text_at(MARGIN, y + 14, text, TYPE)
     yield text_at(WIDTH - MARGIN, y + 14, times, TYPE, "ink", "end")
     for part, seconds in parts_of(cost).items():
         if seconds > 0:

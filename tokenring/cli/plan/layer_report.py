@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from tokenring.cli.plan.layer import AskedLayer, PlannedLayer
+from tokenring.cli.plan.layer import AskedLayer, PlannedLayer, ranks_text
 from tokenring.cli.plan.operators import UNFUSED, aligned
 from tokenring.cli.spelling import heads_text
 from tokenring.display.units import mb_text, time_text
@@ -15,22 +15,16 @@ from tokenring.planner.interconnects.rank_order import most_sharing
 FORMAT, VERSION = "tokenring-layer-plan", 1
 HEAD = ("pass", "operator", "kind", "group", "schedule", "time", "compute", "exposed", "sent", "unfused")
 TEXTS = 5  # columns of text
-SHOWN = 4  # ranks of a group
 
 
-def ranks_of(asked: AskedLayer, kind: str) -> range:
-    """Return the ranks of the first group that an operator of this kind runs on."""
-    tp = asked.tensor_parallel
-    return range(0, tp * asked.context_parallel, tp) if kind == ATTENTION else range(tp)
+def ranks_of(asked: AskedLayer, kind: str) -> Sequence[int]:
+    """Return the ranks of the group that an operator of this kind is simulated on."""
+    return asked.cp_ranks if kind == ATTENTION else asked.tp_ranks
 
 
 def group_text(asked: AskedLayer, kind: str) -> str:
-    """Return the first group of an operator as text: tp 0-7, or cp 0, 8, 16, 24."""
-    ranks = ranks_of(asked, kind)
-    if kind != ATTENTION:
-        return f"tp {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else "tp 0"
-    some = [str(rank) for rank in ranks] if len(ranks) <= SHOWN else [*map(str, ranks[:2]), "...", str(ranks[-1])]
-    return f"cp {','.join(some)}"
+    """Return the group of an operator as text: tp 0-7, or cp 0,8,16,24."""
+    return f"{'cp' if kind == ATTENTION else 'tp'} {ranks_text(ranks_of(asked, kind))}"
 
 
 def title(asked: AskedLayer) -> str:

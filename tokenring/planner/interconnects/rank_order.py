@@ -31,18 +31,23 @@ def context_parallel_group(net: Interconnect, tensor_parallel: int, first: int =
     return replace(found, name=f"{net.name}, every {tp}th rank")
 
 
-def tensor_parallel_group(net: Interconnect, tensor_parallel: int) -> Interconnect:
-    """Return the first tensor-parallel group, of neighbours: what it has of each wire while all such groups exchange.
+def narrowest_group(net: Interconnect, groups: Sequence[Sequence[int]]) -> tuple[Interconnect, Sequence[int]]:
+    """Return the group whose ways are the narrowest while all exchange, and its ranks; of equals the first.
 
-    Raises ConfigurationError unless tp divides the world.
+    groups: the ranks of each, all of them of equally many. A group of all ranks is the interconnect as it is.
     """
-    tp, world = tensor_parallel, net.world_size
-    if tp < 1 or world % tp:
-        raise ConfigurationError(f"tensor parallelism of {tp} does not divide {world} ranks: choose a divisor")
-    if tp == world:
-        return net
-    found = one_of_groups(net, [rank // tp for rank in range(world)], 0, tp)
-    return replace(found, name=f"{net.name}, {tp} neighbours")
+    if len(groups) == 1:
+        return net, groups[0]
+    number = {rank: at for at, ranks in enumerate(groups) for rank in ranks}
+    group_of = [number.get(rank) for rank in range(net.world_size)]
+    nets = [one_of_groups(net, group_of, at, len(ranks)) for at, ranks in enumerate(groups)]
+    at = max(range(len(nets)), key=lambda each: _narrowness(nets[each]))
+    return nets[at], groups[at]
+
+
+def _narrowness(net: Interconnect) -> float:
+    """Return the seconds of a GB from each rank to each other, one after another."""
+    return sum(1 / net.pair_gbs(a, b) for a in range(net.world_size) for b in range(net.world_size) if a != b)
 
 
 def most_sharing(group: Interconnect, whole: Interconnect, ranks: Sequence[int]) -> int:
