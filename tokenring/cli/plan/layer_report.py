@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from tokenring.cli.plan.layer import AskedLayer, PlannedLayer, ranks_text
 from tokenring.cli.plan.operators import UNFUSED, aligned
 from tokenring.cli.spelling import heads_text
+from tokenring.display.safe_text import plain
 from tokenring.display.units import mb_text, time_text
-from tokenring.planner.choosing.layer import ATTENTION, COLLECTIVES, DOWN, UP, LayerPlan, OperatorCost
+from tokenring.planner.choosing.layer import ATTENTION, COLLECTIVES, DOWN, OUT, QKV, UP, LayerPlan, OperatorCost
 from tokenring.planner.interconnects.rank_order import most_sharing
 
 FORMAT, VERSION = "tokenring-layer-plan", 1
 HEAD = ("pass", "operator", "kind", "group", "schedule", "time", "compute", "exposed", "sent", "unfused")
+LINEARS = (QKV, OUT, UP, DOWN)
 TEXTS = 5  # columns of text
 
 
@@ -30,7 +32,7 @@ def group_text(asked: AskedLayer, kind: str) -> str:
 def title(asked: AskedLayer) -> str:
     """Return what the plan is for: the model, the mesh and the topology."""
     mesh = f"tp {asked.tensor_parallel} × cp {asked.context_parallel}"
-    return f"one layer of {asked.model.name}, {mesh}, on {asked.net.name}"
+    return f"one layer of {plain(asked.model.name)}, {mesh}, on {asked.net.name}"
 
 
 def about(asked: AskedLayer) -> list[str]:
@@ -130,10 +132,27 @@ def _says(planned: PlannedLayer) -> Iterator[str]:
     yield f"attention takes {ratio:.2f} × its lower bound" + ("; in unfused it is as planned" if tp > 1 else "")
     if _is_shared(plan):
         yield "; ".join(f"{text}: {time_text(plan.unfused_seconds(by))}" for by, text in UNFUSED.items())
+    if lines := list(_program(planned)):
+        yield from ("in a program:", *(f"  {line}" for line in lines))
     yield "beside compute and what is exposed, a rank copies, adds up parts and posts messages"
     yield "products are taken to run at the rate of attention's forward kernels"
     yield "all times are predicted, none is measured"
     yield "not counted: norms, rotary embedding, activation, residual sums, and data parallelism"
+
+
+def _program(planned: PlannedLayer) -> Iterator[str]:
+    """Yield the contexts that a program makes for such a layer."""
+    plan, asked = planned.plan, planned.asked
+    if asked.context_parallel > 1:
+        shared = f", tensor_parallel={asked.tensor_parallel}" if asked.tensor_parallel > 1 else ""
+        layout, name = asked.attention.call.q_layout.name, plan.schedule_of(ATTENTION)
+        yield f'tr.ContextParallel(layout="{layout}", schedule="{name}"{shared})'
+    if asked.tensor_parallel > 1:
+        of: dict[str, list[str]] = {}
+        for each in LINEARS:
+            of.setdefault(plan.schedule_of(each), []).append(each)
+        for name, layers in of.items():
+            yield f'tr.TensorParallel(schedule="{name}") for {", ".join(layers)}'
 
 
 def _staying(kind: str, seconds: float) -> str:
