@@ -20,9 +20,9 @@ from tokenring.cli.plan.command import _parser
 from tokenring.cli.plan.layer import AskedLayer, PlannedLayer, planned_layer
 from tokenring.cli.plan.layer_picture import PARTS, layer_svg, parts_of
 from tokenring.display.svg import _width
-from tokenring.planner.choosing.layer import ATTENTION, DOWN, OUT, QKV, UP, LayerCall, plan_layer
 from tokenring.planner.choosing.linear import CANDIDATES, ranked
 from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.layers.layer import ATTENTION, DOWN, OUT, QKV, UP, LayerCall, plan_layer
 from tokenring.planner.simulation.operations import Await, Costs, Operation, SimulatedPost
 from tokenring.planner.simulation.predict import Setting, lowered, predict
 from tokenring.planner.simulation.simulate import simulate

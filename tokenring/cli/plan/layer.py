@@ -13,10 +13,10 @@ from tokenring.cli.plan.options import DTYPES, Asked, ask, first_ranks, several_
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.planner.choosing.auto import call_bound
 from tokenring.planner.choosing.kept_plans import plan_or_forecast_kept
-from tokenring.planner.choosing.layer import DOWN, OUT, QKV, UP, LayerCall, LayerPlan, LinearLayers, plan_layer
 from tokenring.planner.choosing.plan import Forecast
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.rank_order import narrowest_group
+from tokenring.planner.layers.layer import DOWN, OUT, QKV, UP, LayerCall, LayerPlan, LinearLayers, plan_layer
 from tokenring.sequence.layout import AUTO
 from tokenring.tables.rates import Machine
 

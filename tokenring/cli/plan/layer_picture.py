@@ -11,7 +11,7 @@ from tokenring.cli.plan.layer import PlannedLayer
 from tokenring.cli.plan.layer_report import about, group_text, result, title
 from tokenring.display.svg import axis_step, box, heading, opening, style, text_at, wrapped
 from tokenring.display.units import time_text
-from tokenring.planner.choosing.layer import OperatorCost
+from tokenring.planner.layers.layer import OperatorCost
 
 WIDTH, MARGIN, ROW, BAR, BAND, LEGEND = 620, 24, 46, 14, 30, 22
 TYPE = 14  # size of letters

@@ -10,8 +10,8 @@ from tokenring.cli.plan.operators import UNFUSED, aligned
 from tokenring.cli.spelling import heads_text
 from tokenring.display.safe_text import plain
 from tokenring.display.units import mb_text, time_text
-from tokenring.planner.choosing.layer import ATTENTION, COLLECTIVES, DOWN, OUT, QKV, UP, LayerPlan, OperatorCost
 from tokenring.planner.interconnects.rank_order import most_sharing
+from tokenring.planner.layers.layer import ATTENTION, COLLECTIVES, DOWN, OUT, QKV, UP, LayerPlan, OperatorCost
 
 FORMAT, VERSION = "tokenring-layer-plan", 1
 HEAD = ("pass", "operator", "kind", "group", "schedule", "time", "compute", "exposed", "sent", "unfused")
