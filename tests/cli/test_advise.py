@@ -46,6 +46,26 @@ class TestModels:
         )
         assert picture == replace(KNOWN["flux.1-dev"], name="x") and picture.mask_of("full_attention") == "full"
 
+    def test_sizes_of_linear_layers(self) -> None:
+        dense: dict[str, object] = {**LLAMA, "intermediate_size": 14336, "hidden_act": "silu"}
+
+        def sizes(config: dict[str, object]) -> tuple[int | None, int | None, bool]:
+            found = facts_of(config, "x")
+            return found.width, found.mlp_features, found.gated
+
+        assert sizes(dense) == (4096, 14336, True)
+        assert sizes({**dense, "hidden_act": "relu2"}) == (4096, 14336, False)
+        assert sizes({**dense, "hidden_act": "gelu_pytorch_tanh", "model_type": "gemma2"}) == (4096, 14336, True)
+        without = {key: value for key, value in dense.items() if key != "intermediate_size"}
+        for other in (without, dense | LATENT, dense | {"n_routed_experts": 8}, dense | {"num_local_experts": 8}):
+            assert sizes(other)[:2] == (None, None)
+        assert sizes({**dense, "num_experts": 0})[:2] == (4096, 14336)
+
+    def test_names_of_the_same_sizes(self) -> None:
+        assert read_model("llama3-70b") == read_model("Llama-3.1-70B")
+        with pytest.raises(ConfigurationError, match=r"^--layer lama3-70b: .*; did you mean llama3-70b\?"):
+            read_model("lama3-70b", "--layer")
+
     def test_windows(self) -> None:
         sliding = {**LLAMA, "sliding_window": 64}
         every = facts_of(sliding, "x")

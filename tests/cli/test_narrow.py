@@ -61,11 +61,12 @@ def test_tables_fit(name: str, colour: bool, monkeypatch: pytest.MonkeyPatch) ->
     "words",
     [
         ("plan", "--topology", "preset:a10-pix-4", "--cached", "4k"),
+        ("plan", "--topology", "preset:a10-pix-4", "--layer", "llama3-8b", "--tp", "2", "--cp", "2", "--seq", "4k"),
         ("schedule", "tokenring", "--ranks", "4", "--mask", "causal"),
         ("advise", "--engine", "megatron", "--model", "llama-3.1-8b", "--topology", "preset:hgx-h100", "--ranks", "2",
          "--seq", "8k", "--pass", "forward"),
     ],
-    ids=["plan", "schedule", "advise"],
+    ids=["plan", "plan of a layer", "schedule", "advise"],
 )  # fmt: skip
 def test_commands_fit(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(WIDTH))

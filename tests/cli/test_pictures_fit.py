@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,6 +15,9 @@ from browser import BROWSER, DESK, PHONE, Look, overflows
 from test_topology_picture import graph_of, hostile, machine, page
 
 from tokenring import Causal, Documents, schedule
+from tokenring.cli.plan.command import _parser as plan_parser
+from tokenring.cli.plan.layer import PlannedLayer, planned_layer
+from tokenring.cli.plan.layer_picture import layer_svg
 from tokenring.cli.plan.mask_picture import mask_svg
 from tokenring.cli.plan.sweep import Point, sweep_svg
 from tokenring.cli.trace.picture import Timeline
@@ -50,6 +54,22 @@ def timeline(text: str) -> Timeline:
     return Timeline(text, [text, "two cores"], 2, [Stretch(rank, "forward", 0.0, 1e-3) for rank in range(2)], [], [])
 
 
+@cache
+def planned() -> PlannedLayer:
+    words = ("--layer", "llama3-8b", "--topology", "preset:a10-pix-4", "--tp", "2", "--cp", "2", "--seq", "4k")
+    parser = plan_parser()
+    given = parser.parse_args(words, Namespace(**{each.dest: None for each in parser._actions}))
+    return planned_layer(parser.parse_args(words), given, {})
+
+
+def layer(name: str) -> str:
+    """The operators of a layer of a model so called, the first by a schedule whose name leaves no room."""
+    found = planned()
+    asked = replace(found.asked, model=replace(found.asked.model, name=name))
+    first = found.plan.costs[0]._replace(schedule=name)
+    return layer_svg(replace(found, asked=asked, plan=replace(found.plan, costs=(first, *found.plan.costs[1:]))))
+
+
 def owners(ranks: int) -> str:
     """The picture of a mask."""
     mask, cut = Causal() & Documents((0, 500, 1200, 1201, 3000, 4096)), contiguous(ranks, 4096)
@@ -65,6 +85,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     ),
     "topology of hostile names": lambda: topology_svg(made := merge([hostile()]), classify(made)),
     "sweep": lambda: swept(LONG, ["usp/2", "ulysses", "ring", "uneven/6/keep", "direct-kv", "mesh-kv/4x2", "tiles"]),
+    "layer": lambda: layer("llama3-8b"),
+    "layer of a long name": lambda: layer(LONG),
     "timeline": lambda: timeline_svg(timeline(LONG), timeline(LONG)),
     **{f"mask, {ranks} ranks": partial(owners, ranks) for ranks in (2, 32, 64)},
     **{f"{each.parent.name}/{each.name}": partial(each.read_text, encoding="utf-8") for each in DRAWN},

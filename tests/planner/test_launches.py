@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from ascend.launches import launched
+from ascend.launches import launched, launched_layer
 from ascend.operators import register
 from ascend.ranks import NpuPools
 from nets import clusters, named, setting, workload
@@ -17,6 +17,7 @@ from test_planner_fold import folded_seconds
 
 from tokenring.backends.kernels.npu_fusion import NpuFusion
 from tokenring.cli.main import main as cli
+from tokenring.ir.operators import OPERATORS
 from tokenring.ir.schedule_data import PASSES, ScheduleData
 from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.lower import lower
@@ -159,6 +160,41 @@ def test_tiles_into_the_same_rows_launch_less(name: str, npus: NpuPools) -> None
     found = [npus(1)(counted, Call(name), rank, "2.13.0")[0]["forward"] for rank in range(8)]
     assert operators_of(found[0]) == {"ring": 42, "direct-kv": 18}[name]
     assert all(operators_of(each) <= 48 for each in found), [operators_of(each) for each in found]
+
+
+# ---------- linear layers and collectives
+
+LAYERS = [
+    (operator, name, dtype)
+    for operator in ("column", "row")
+    for name in ("direct-q", "direct-q/pieces2", "tokenring", "direct-kv", "ring", "bidirectional", "tiles/2x2")
+    for dtype in ((BF16, FP32) if name in ("tokenring", "ring") else (BF16,))
+] + [("reduce", name, BF16) for name in ("direct-q", "tokenring", "mesh-q/2x2")]
+
+
+def layer(operator: str, name: str, dtype: torch.dtype) -> tuple[ScheduleData, Workload]:
+    """Over 4 ranks, 16 tokens and 8 features of each."""
+    size = Workload(1, 64, 4 if operator == "reduce" else 32, 1, 1, 16, dtype)
+    rows, columns = (make_layout("contiguous", 4, length) for length in (size.q_length, size.kv_length))
+    return make_schedule(name, rows, columns, parse_mask("full")).replace(operator=OPERATORS[operator]), size
+
+
+def counted_layer(here: Here, operator: str, name: str, dtype: torch.dtype, rank: int) -> Counted:
+    register(WHEEL)
+    found = launched_layer(*layer(operator, name, dtype), rank, NpuFusion(), transport_target("hccl"))
+    return {each: [(str(what), count.total()) for what, count in found[each]] for each in PASSES}
+
+
+@pytest.mark.parametrize(("operator", "name", "dtype"), LAYERS)
+def test_layers_are_priced_as_counted(operator: str, name: str, dtype: torch.dtype, npus: NpuPools) -> None:
+    made, size = layer(operator, name, dtype)
+    for rank in range(4):
+        (found,) = npus(1)(counted_layer, operator, name, dtype, rank)
+        for each in PASSES:
+            program = lower(made, rank, each, size, transport_target("hccl"))
+            launches = Launches(program, PassRecords(made, Records(made, size, each)), KERNELS["npu-fusion"])
+            whole = [(str(what), launches.of(what)) for what in program.instructions]
+            assert [*whole, ("None", launches.after())] == found[each]
 
 
 # ---------- what they cost

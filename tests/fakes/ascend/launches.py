@@ -15,9 +15,11 @@ import torch
 
 from ascend import device
 from tokenring.api.autograd import run_backward, run_forward
+from tokenring.api.tensor_parallel import taken
 from tokenring.backends.interfaces import AttentionKernel, Work
 from tokenring.ir.schedule_data import PASSES, ScheduleData
 from tokenring.lowering.lower import lower
+from tokenring.lowering.pair_box import pair_box
 from tokenring.lowering.program import Instruction
 from tokenring.lowering.target import Target
 from tokenring.runtime.call import ActiveCall, Step
@@ -130,6 +132,36 @@ def launched(
         log.found.clear()
         run_backward(executors["backward"], None, dout, q, k, v, out, sound, kept)
         found["backward"] = log.taken(programs["backward"].instructions)
+    return found
+
+
+def launched_layer(
+    schedule: ScheduleData, size: Workload, rank: int, kernel: AttentionKernel, target: Target
+) -> dict[str, Launched]:
+    """What both passes of a rank launch for a linear layer or a collective, of contiguous tensors."""
+    log = Log()
+    found: dict[str, Launched] = {}
+    transport: Any = Nowhere(schedule.world_size, target, log)
+    of_rank = {"q": size.q_length // schedule.world_size, "kv": size.kv_length // schedule.world_size}
+    box = pair_box(schedule, rank).shape
+    if schedule.operator.name in ("reduce", "gather"):  # whose tensors of pairs are the same in each column
+        box = size.q_length, size.head_dim
+    own = {
+        name: torch.zeros(1, of_rank[kind], 1, size.head_dim, dtype=size.dtype, device="npu")
+        for name, kind in (("x", "q"), ("dy", "q"), ("w", "kv"))
+    }
+    own |= {name: torch.zeros(box, dtype=size.dtype, device="npu") for name in ("a", "da", "c", "dc")}
+    for each in PASSES:
+        program = lower(schedule, rank, each, size, target)
+        executor = Executor(schedule, size, program, Pool(torch.device("npu")), transport, kernel, 1.0)
+        executor.steps = [log.of(number, step) for number, step in enumerate(executor.steps)]
+        call = ActiveCall(own)
+        with noted(log):
+            executor.run(call)
+            for kind in schedule.operator.home[each]:
+                for name in schedule.operator.carries[kind, each][1]:
+                    taken(executor.result(call, kind, name), size.dtype)
+        found[each] = log.taken(program.instructions)
     return found
 
 

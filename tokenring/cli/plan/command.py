@@ -47,8 +47,12 @@ def main(argv: list[str]) -> int:
     for name, known in SUFFIXES.items():
         check_suffix(f"--{name}", getattr(options, name.replace("-", "_")), *known)
     console = Console(sys.stdout, sys.stderr, os.environ)
+    everything = {action.dest: None for action in parser._actions}
+    if options.layer is not None:
+        return _layer(options, parser.parse_args(argv, argparse.Namespace(**everything)), console)
+    if options.cp is not None:
+        raise ConfigurationError("--cp goes with --layer; of attention alone say --ranks, and --tp of them share heads")
     if options.operator is not None:
-        everything = {action.dest: None for action in parser._actions}
         return _operator(options, parser.parse_args(argv, argparse.Namespace(**everything)), console)
     for name in ("features", "width", "bytes"):
         if getattr(options, name) is not None:
@@ -66,7 +70,7 @@ def main(argv: list[str]) -> int:
     if options.sweep is not None:
         return _sweep(options, console)
     if options.svg is not None:
-        raise ConfigurationError("--svg draws a --sweep; for one plan say --timeline or --mask-svg FILE.svg")
+        raise ConfigurationError("--svg draws a --sweep or --layer; for one plan say --timeline or --mask-svg FILE.svg")
     with no_collection():
         asked = ask(options)
     for name in ("explain", "timeline"):
@@ -128,6 +132,25 @@ def _operator(options: argparse.Namespace, given: argparse.Namespace, console: C
     return 0
 
 
+def _layer(options: argparse.Namespace, given: argparse.Namespace, console: Console) -> int:
+    """Print, and draw if asked, the operators of a transformer layer."""
+    from tokenring.cli.plan.layer import planned_layer
+    from tokenring.cli.plan.layer_picture import layer_svg
+    from tokenring.cli.plan.layer_report import layer_json, layer_report
+
+    console.status("planning the operators of a layer")
+    with no_collection():
+        found = planned_layer(options, given, {PLAN_CACHE: OFF} if options.no_cache else os.environ)
+    console.clear()
+    if options.json:
+        console.data(layer_json(found))
+    else:
+        console.say(layer_report(found))
+    if options.svg is not None:
+        write_file(options.svg, layer_svg(found))
+    return 0
+
+
 def _explain(options: argparse.Namespace, asked: Asked, console: Console) -> int:
     """Print one schedule alone: what it costs, and where the time goes."""
     schedule = make(asked.call, options.explain)
@@ -170,7 +193,7 @@ def _sweep(options: argparse.Namespace, console: Console) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="tokenring plan",
-        description="Which schedule of attention, or of a linear layer, is fastest on a topology, and why.",
+        description="Which schedule of attention, of a linear layer, or of both in a layer, is fastest on a topology.",
         epilog=f"Presets: {', '.join(PRESETS)} (docs/presets.md). Models by name: {', '.join(KNOWN)}. docs/planner.md "
         "describes how times are predicted.",
     )
@@ -180,6 +203,7 @@ def _parser() -> Parser:
     add("--seq", metavar="N", help=f"tokens of the whole sequence (128k; of --operator 8k), {SIZES_TEXT}")
     add("--operator", metavar="NAME",
         help="plan column, row, all-reduce, reduce-scatter or all-gather, not attention (docs/layer.md)")  # fmt: skip
+    add("--layer", metavar="MODEL", help="plan all operators of one layer, of a config.json or a name (docs/layer.md)")
     add("--features", metavar="N", help="of column and row: output features of all ranks (28k)")
     add("--width", metavar="N", help="of column and row: elements of a token (8k)")
     add("--wire", metavar="FORMAT", help="of column and row: a format of what travels, as mxfp8 (docs/layer.md)")
@@ -193,6 +217,7 @@ def _parser() -> Parser:
     add_passes(parser)
     add("--ranks", type=int, metavar="N", help="ranks in all (every accelerator); of a preset also a multiple")
     add("--tp", type=int, default=1, metavar="N", help="neighbours that share the heads by tensor parallelism (1)")
+    add("--cp", type=int, metavar="N", help="of --layer: ranks that share the sequence (1); in all there are tp × cp")
     add("--schedules", metavar="NAMES", help="only these families or schedules, separated by commas")
     add("--memory-limit", metavar="N",
         help="bytes a rank for buffers, communicators and what forward keeps, such as 8G")  # fmt: skip
@@ -209,5 +234,5 @@ def _parser() -> Parser:
     add("--timeline", metavar="FILE", help="draw the simulation: .svg, or .json for Perfetto")
     add("--mask-svg", metavar="FILE", help="draw the mask: which rank owns and computes what, and how evenly")
     add("--sweep", metavar="seq=A..B", help="which schedule wins at every power of two from A to B")
-    add("--svg", metavar="FILE", help="of the sweep: draw it")
+    add("--svg", metavar="FILE", help="of the sweep, or of --layer: draw it")
     return parser

@@ -196,7 +196,7 @@ def operator_report(call: OperatorCall, found: Sequence[RankedSchedule]) -> str:
         f"on {net.name}: {net.world_size} ranks; {setting.machine.source}",
         _why(call, found, apart),
         "",
-        *_aligned(rows),
+        *aligned(rows, 2 if len(rows[0]) > 4 else 1),
         "",
     ]
     lines += _by_what_stays(found)
@@ -246,11 +246,11 @@ def _why(call: OperatorCall, found: Sequence[RankedSchedule], apart: dict[str, f
     return ", ".join([text, *others])
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], texts: int) -> list[str]:
+    """Return rows as lines with cells below each other: as many columns of text, then numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = (0, 1) if len(rows[0]) > 4 else (0,)
     return [
-        "  ".join(cell.ljust(width) if at in left else cell.rjust(width)
+        "  ".join(cell.ljust(width) if at < texts else cell.rjust(width)
                   for at, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
         for row in rows
     ]  # fmt: skip

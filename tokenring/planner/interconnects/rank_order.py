@@ -31,6 +31,36 @@ def context_parallel_group(net: Interconnect, tensor_parallel: int, first: int =
     return replace(found, name=f"{net.name}, every {tp}th rank")
 
 
+def narrowest_group(net: Interconnect, groups: Sequence[Sequence[int]]) -> tuple[Interconnect, Sequence[int]]:
+    """Return the group whose ways are the narrowest while all exchange, and its ranks; of equals the first.
+
+    groups: the ranks of each, all of them of equally many. A group of all ranks is the interconnect as it is.
+    """
+    if len(groups) == 1:
+        return net, groups[0]
+    number = {rank: at for at, ranks in enumerate(groups) for rank in ranks}
+    group_of = [number.get(rank) for rank in range(net.world_size)]
+    nets = [one_of_groups(net, group_of, at, len(ranks)) for at, ranks in enumerate(groups)]
+    at = max(range(len(nets)), key=lambda each: _narrowness(nets[each]))
+    return nets[at], groups[at]
+
+
+def _narrowness(net: Interconnect) -> float:
+    """Return the seconds of a GB from each rank to each other, one after another."""
+    return sum(1 / net.pair_gbs(a, b) for a in range(net.world_size) for b in range(net.world_size) if a != b)
+
+
+def most_sharing(group: Interconnect, whole: Interconnect, ranks: Sequence[int]) -> int:
+    """Return among how many groups at most a wire is divided that this one passes.
+
+    group: as of one_of_groups. ranks: of each of its ranks, which of the whole it is.
+    """
+    pairs = ((a, b) for a in range(len(ranks)) for b in range(len(ranks)) if a != b)
+    ways = ((group.way(a, b), whole.way(ranks[a], ranks[b])) for a, b in pairs)
+    parts = (whole.gbs(of_all) / group.gbs(own) for way, every in ways for own, of_all in zip(way, every, strict=True))
+    return round(max(parts, default=1.0))
+
+
 def one_of_groups(net: Interconnect, group_of: Sequence[Hashable], mine: Hashable, size: int) -> Interconnect:
     """Return the ranks of one group, on the hosts where it has some, where all groups exchange at once.
 

@@ -17,7 +17,7 @@ class PassRecords:
 
     def __init__(self, schedule: ScheduleData, records: Records) -> None:
         size = records.workload
-        self.records = records
+        self.records, self.operator = records, schedule.operator
         self.forward_records = Records(schedule, size, "forward")  # of what forward keeps
         self.own_rows: Mapping[Kind, int] = {
             "q": size.q_length // schedule.world_size, "kv": size.kv_length // schedule.world_size

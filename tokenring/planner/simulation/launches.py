@@ -9,13 +9,15 @@ from __future__ import annotations
 import torch
 
 from tokenring.ir.schedule_data import Kind
-from tokenring.lowering.program import OWN, Attend, Fill, Merge, Pack, Program, Recv, Result, Send, Span
+from tokenring.lowering.program import OWN, Attend, Fill, Merge, Multiply, Pack, Program, Recv, Result, Send, Span
 from tokenring.planner.simulation.copied import CopiesOfProgram, PassRecords
 from tokenring.tables.launching import KernelLaunches
 
 TENSORS = {"q": 1, "kv": 2, "q_partial": 1, "kv_partial": 2}  # operands, or gradients, that a block of a kind has
 OUT_AND_LSE = 2
 MERGE = 6  # logaddexp, clamp, sub, exp, lerp, copy: a merge by log-sum-exp (`torch_merger.py`), beside a conversion
+WRITTEN = {("column", "forward"), ("row", "backward"), ("reduce", "backward"), ("gather", "forward")}  # pairs are
+SUMS = ("reduce", "gather")  # operators without a product
 DELTA = 2  # of a row's dout · out: a product and its sum, beside two conversions
 
 
@@ -27,6 +29,9 @@ class Launches:
         self.records, self.size = of_pass.records, of_pass.records.workload
         self.forward, self.half = program.direction == "forward", self.size.dtype != torch.float32
         self.copies = CopiesOfProgram(program, of_pass)
+        self.operator, self.is_attention = of_pass.operator, of_pass.operator.merge == "log-sum-exp"
+        products = [each for each in program.instructions if isinstance(each, Multiply)]
+        self._columns = max((each.corner[1] + each.kv.rows for each in products), default=0)  # of the tensor of pairs
         self._has: set[str] = set()  # what is made once: lse and delta of own rows
         self._shapes: set[int] = set()  # rows of calls so far
         self._collectives = {message: each for each in program.collectives for message in each.messages}
@@ -36,6 +41,8 @@ class Launches:
         match instruction:
             case Attend():
                 return self._attend(instruction)
+            case Multiply():
+                return self._multiply(instruction)
             case Merge(kind, source, into, first):
                 if first:
                     return self.copies.of_merges(self.copies.together(instruction))
@@ -43,13 +50,15 @@ class Launches:
             case Pack():
                 return self._packs([each for each in self.copies.together(instruction) if isinstance(each, Pack)])
             case Fill(kind):
-                return OUT_AND_LSE if self.forward else TENSORS[kind]
+                return OUT_AND_LSE if self.forward and self.is_attention else self._tensors(kind)
             case Recv(message) | Send(message):
                 return self._post(message)
         return 0
 
     def after(self) -> int:
         """Return what is launched after the last instruction: results as the caller gets them."""
+        if not self.is_attention:
+            return len(self.operator.home[self.program.direction]) * self.half
         if self.forward:
             return 1 + self.half  # lse in memory of its own, and out in the caller's dtype
         return (TENSORS["q"] + TENSORS["kv"]) * self.half
@@ -119,12 +128,35 @@ class Launches:
 
     def _accepted(self, kind: Kind, into: Span, source: Span | None = None) -> int:
         """Return the launches of a result that is merged or added to what there is; source None: of a kernel's."""
-        if not self.forward:
-            return TENSORS[kind]
+        if not self.forward or not self.is_attention:
+            return self._tensors(kind)
         given = self.size.dtype if source is None else self._out(source.slot)
         return MERGE + (given != self._out(into.slot))
 
+    # ---------- products
+
+    def computes(self, product: Multiply) -> bool:
+        """Return whether a product launches anything of its own: a sum takes what there is."""
+        return self._name not in SUMS or self._writes
+
+    def _multiply(self, product: Multiply) -> int:
+        """Return the launches of a product: what it writes, with a copy if to some columns; results, each accepted."""
+        products = 0 if self._name in SUMS else len({each.kind for each in product.results})
+        part = self._name not in SUMS and product.kv.rows < self._columns
+        return self._writes * (1 + part) + products + len(product.results)
+
+    @property
+    def _name(self) -> str:
+        return self.operator.name.partition("-")[0]
+
+    @property
+    def _writes(self) -> bool:
+        return (self._name, self.program.direction) in WRITTEN
+
     # ---------- slots
+
+    def _tensors(self, kind: Kind) -> int:
+        return TENSORS[kind] if self.is_attention else 1
 
     def _out(self, slot: int) -> torch.dtype:
         return self.copies.record(slot).field("out").dtype

@@ -158,6 +158,8 @@ class _Host:
             self.seconds += self.each * self.launches.of(instruction)
             return [Compute(0.0, False, step, "launch", self.seconds), *made] if made else made
         works = [each for each in made if isinstance(each, Compute)]
+        if isinstance(instruction, Multiply) and not self.launches.computes(instruction):
+            works = [each for each in works if not each.kernel]
         return list(self._launched(works, self.launches.of(instruction), step))
 
     def after(self) -> list[Operation]:

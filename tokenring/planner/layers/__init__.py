@@ -1,0 +1,1 @@
+"""Whole transformer layers: the schedules of all their operators, chosen together, and their prices."""
