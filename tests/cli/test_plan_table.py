@@ -7,6 +7,7 @@ import torch
 from test_planner_command import FEW, SMALL, plan, printed
 
 import tokenring as tr
+from tokenring.cli.plan import report
 from tokenring.display.units import time_text
 from tokenring.planner.choosing.candidates import Candidate, table
 from tokenring.planner.choosing.plan import Forecast, Plan
@@ -117,6 +118,18 @@ def test_the_ring_is_shown_in_any_case() -> None:
     assert "; the baseline\n" in printed(*many, "--schedules", "usp/8")
     few = ("--topology", "preset:a10-pix-4", "--seq", "64k", *FEW[2:], "--schedules", "direct-kv")
     assert "the baseline" in printed(*few, "--memory-limit", "1G")
+
+
+def test_the_ring_is_folded_like_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one host stands for all, making and simulating a ring of all ranks takes longer than all else."""
+
+    def predict(*given: object) -> None:
+        raise AssertionError("a schedule of all ranks is simulated")
+
+    monkeypatch.setattr(report, "predict", predict)
+    text = printed("--topology", "preset:hgx-h100*8", "--seq", "64k", *FEW[2:], "--schedules", "usp/8")
+    (line,) = [line for line in text.splitlines() if line.startswith("ring ")]
+    assert line.endswith("%; the baseline")
 
 
 def test_json_has_what_it_had() -> None:

@@ -13,7 +13,7 @@ from tokenring.display.units import mb_text, time_text
 from tokenring.errors import ConfigurationError
 from tokenring.lowering.target import Target
 from tokenring.planner.bounds.bound import Bound
-from tokenring.planner.choosing.auto import CallToPlan, forecast_call, make
+from tokenring.planner.choosing.auto import CallToPlan, forecast_call, is_folded, make
 from tokenring.planner.choosing.candidates import BASELINE, Candidate, over_limit
 from tokenring.planner.choosing.candidates import table as candidate_table
 from tokenring.planner.choosing.plan import Forecast, Plan
@@ -59,7 +59,8 @@ def with_baseline(plan: Plan | Forecast, call: CallToPlan) -> list[Candidate]:
 
 def _ring(call: CallToPlan, plan: Plan | Forecast) -> Candidate:
     best, limit = plan.candidates[0], call.memory_limit_bytes
-    if isinstance(plan, Forecast):
+    folded = isinstance(plan, Forecast) or is_folded(call)
+    if folded:
         only = replace(call, families=(BASELINE,), memory_limit_bytes=None, modes={})
         found = forecast_call(only).candidates[0]
     else:
@@ -71,7 +72,7 @@ def _ring(call: CallToPlan, plan: Plan | Forecast) -> Candidate:
         why = over_limit(found.peak_bytes or 0, limit)
     else:
         slower = (found.predicted_seconds or 0.0) / (best.predicted_seconds or 1.0) - 1
-        why = f"{slower:+.0%}" + ("" if isinstance(plan, Forecast) else f": {found.reason}")
+        why = f"{slower:+.0%}" + ("" if folded else f": {found.reason}")
     return replace(found, reason=why)
 
 

@@ -94,7 +94,7 @@ def with_simulated(call: CallToPlan, plan: Plan, count: int) -> Plan:
     Where one host stands for all, with all that are nearly as fast.
     """
     net = call.setting.interconnect
-    if _is_folded(call):
+    if is_folded(call):
         with no_collection():
             nearly = _forecast(call)
         if plan.transport is None:
@@ -121,7 +121,7 @@ def _limited(call: CallToPlan) -> tuple[Setting, int | None, Mapping[str, Target
 def _plan(call: CallToPlan) -> Plan:
     """Return the plan for a call over one transport."""
     setting, limit = call.setting, call.memory_limit_bytes
-    if _is_folded(call):
+    if is_folded(call):
         check_made(setting.interconnect, "schedule='auto'", IN_A_JOB)
         found = _forecast(call, fastest_alone=True)
         made = make_in_parts(call, found.name, order_of(setting.interconnect))
@@ -134,7 +134,7 @@ def _plan(call: CallToPlan) -> Plan:
 
 def _plan_named(call: CallToPlan, name: str) -> Plan:
     """Return the plan for a call with the schedule of this name, as it is."""
-    if _is_folded(call):
+    if is_folded(call):
         return _plan(replace(call, families=(name,)))
     found = judge(_choices(call, [name]), call.setting, call.memory_limit_bytes, call.everything)
     return decide(found, call.setting, call_bound(call), call.memory_limit_bytes)
@@ -239,7 +239,7 @@ def _shows_on_one_host(call: CallToPlan) -> bool:
     return _is_many(call) and not limited and is_even(call.mask, call.q_layout, call.kv_layout)
 
 
-def _is_folded(call: CallToPlan) -> bool:
+def is_folded(call: CallToPlan) -> bool:
     """Return whether one host stands for all: one of few only where it shows all, and nothing is asked of the rest."""
     net = call.setting.interconnect
     few = net.world_size > EXACT_RANKS and len(net.fabrics) >= SOME_HOSTS and not call.everything
