@@ -12,7 +12,7 @@ import tokenring as tr
 from tokenring.cli import spelling
 from tokenring.cli.bench.command import _options as bench
 from tokenring.cli.main import main
-from tokenring.cli.plan.command import _parser as plan_parser
+from tokenring.cli.plan.command import options_parser as plan_parser
 from tokenring.cli.trace.command import _options as trace
 
 TEXT = "documents(0,20,50)&(bidirectional(0,4;20,26)|causal)"

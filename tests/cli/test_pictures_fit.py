@@ -15,7 +15,7 @@ from browser import BROWSER, DESK, PHONE, Look, overflows
 from test_topology_picture import graph_of, hostile, machine, page
 
 from tokenring import Causal, Documents, schedule
-from tokenring.cli.plan.command import _parser as plan_parser
+from tokenring.cli.plan.command import options_parser as plan_parser
 from tokenring.cli.plan.layer import PlannedLayer, planned_layer
 from tokenring.cli.plan.layer_picture import layer_svg
 from tokenring.cli.plan.mask_picture import mask_svg

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tokenring.cli.main import main
-from tokenring.cli.plan.command import _parser
+from tokenring.cli.plan.command import options_parser
 from tokenring.cli.plan.layer import AskedLayer, PlannedLayer, planned_layer
 from tokenring.cli.plan.layer_picture import PARTS, layer_svg, parts_of
 from tokenring.display.svg import _width
@@ -51,7 +51,7 @@ def found(*words: str) -> Any:
 
 @cache
 def planned(*words: str) -> PlannedLayer:
-    parser = _parser()
+    parser = options_parser()
     given = parser.parse_args(words, Namespace(**{each.dest: None for each in parser._actions}))
     return planned_layer(parser.parse_args(words), given, {})
 

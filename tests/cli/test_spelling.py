@@ -23,7 +23,7 @@ from tokenring.cli.bench.command import _show as show_bench
 from tokenring.cli.bench.results import RaceReport
 from tokenring.cli.demo.command import _options as demo
 from tokenring.cli.main import main
-from tokenring.cli.plan.command import _parser as plan_parser
+from tokenring.cli.plan.command import options_parser as plan_parser
 from tokenring.cli.rates.command import _parser as rates_parser
 from tokenring.cli.trace.command import _case as trace_case
 from tokenring.cli.trace.command import _options as trace

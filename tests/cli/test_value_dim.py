@@ -24,7 +24,7 @@ from tokenring.cli.bench.results import RaceCase
 from tokenring.cli.bench.sleeping import Sleeping
 from tokenring.cli.bench.table import case_text
 from tokenring.cli.main import main
-from tokenring.cli.plan.command import _parser
+from tokenring.cli.plan.command import options_parser
 from tokenring.cli.plan.options import ask
 from tokenring.lowering.footprint import FLOPS_PER_PAIR, flops_per_pair
 from tokenring.planner.bounds.cut import row_bytes
@@ -63,7 +63,7 @@ def test_a_plan_is_of_both_widths(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_kept_plans_are_of_both_widths() -> None:
     """The digest by which a plan is found: another for another width, the same whether an equal one is said or not."""
-    calls = [ask(_parser().parse_args([*PLAN[1:], *more])).call for more in ([], VALUES, ["--value-dim", "192"])]
+    calls = [ask(options_parser().parse_args([*PLAN[1:], *more])).call for more in ([], VALUES, ["--value-dim", "192"])]
     plain, narrow, said_so = map(digest, calls)
     assert plain == said_so != narrow
 

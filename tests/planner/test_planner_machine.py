@@ -10,7 +10,7 @@ import torch
 
 from tokenring.backends.kernels.cpu_flash import CpuFlash
 from tokenring.backends.kernels.npu_fusion import NpuFusion
-from tokenring.cli.plan.command import _parser
+from tokenring.cli.plan.command import options_parser
 from tokenring.cli.plan.options import ask, where
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.lowering.calls import calls, split
@@ -108,7 +108,7 @@ class TestKernels:
 
     def calls(self, topology: str) -> list[int]:
         """How many calls compute what rank 1 sees, of its own block and of rank 0's."""
-        call = ask(_parser().parse_args(["--topology", topology, *self.WINDOW])).call
+        call = ask(options_parser().parse_args(["--topology", topology, *self.WINDOW])).call
         storage = storage_of(make(call, "ring"))
         tiles = storage.tiles(1)
         return [len(calls(storage, tile, call.setting.supports)) for tile in tiles]
@@ -118,7 +118,7 @@ class TestKernels:
 
     def test_an_npu_takes_what_its_kernel_does(self) -> None:
         """By its own rules, without torch_npu: it halves only what needs a mask above 64 MiB."""
-        call = ask(_parser().parse_args(["--topology", "preset:atlas-800t-a2", *self.WINDOW])).call
+        call = ask(options_parser().parse_args(["--topology", "preset:atlas-800t-a2", *self.WINDOW])).call
         assert call.setting.supports is NpuFusion.supports_patch
         assert set(self.calls("preset:atlas-800t-a2")) == {1}
 

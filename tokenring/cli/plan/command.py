@@ -37,7 +37,7 @@ SUFFIXES = {"save": (".json",), "timeline": (".svg", ".json"), "svg": (".svg",),
 
 def main(argv: list[str]) -> int:
     """Plan, and print and write what the options ask for; return the exit code. Raises ConfigurationError."""
-    parser = _parser()
+    parser = options_parser()
     options = read_options(parser.parse_args, argv)
     if isinstance(options, int):
         return options
@@ -190,7 +190,7 @@ def _sweep(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def options_parser() -> Parser:
     parser = Parser(
         prog="tokenring plan",
         description="Which schedule of attention, of a linear layer, or of both in a layer, is fastest on a topology.",
