@@ -191,6 +191,7 @@ def _sweep(options: argparse.Namespace, console: Console) -> int:
 
 
 def options_parser() -> Parser:
+    """Return the parser of this command's options."""
     parser = Parser(
         prog="tokenring plan",
         description="Which schedule of attention, of a linear layer, or of both in a layer, is fastest on a topology.",
