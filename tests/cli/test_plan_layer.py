@@ -276,6 +276,7 @@ REFUSED: dict[tuple[str, ...], str] = {
     (*LLAMA, "--topology", "preset:hgx-h100", "--tp", "4", "--cp", "3"):
         "--tp 4 × --cp 3 are 12 ranks: hgx-h100 has 8; take fewer, or name several hosts, as preset:NAME*4",
     (*LLAMA, "--topology", "preset:a10-pix-4", "--tp", "8"): "tensor parallelism of 8 does not fit hosts of 4 ranks",
+    (*LLAMA, "--topology", "preset:a10-pix-4", "--tp", "0"): "--tp 0: use 1 to 64, which are simulated",
     (*LLAMA, "--topology", "preset:a10-pix-4", "--cp", "0"): "--cp 0: use 1 to 64, which are simulated",
     (*LLAMA, "--topology", "preset:a10-pix-4", "--cp", "128"): "--cp 128: use 1 to 64, which are simulated",
     (*LLAMA, *SMALL, "--seq", "1001"): "--seq 1001: --tp 4 × --cp 1 ranks do not divide it",

@@ -86,6 +86,9 @@ def _asked(options: argparse.Namespace, given: argparse.Namespace) -> AskedLayer
     if options.dtype == "fp16":
         raise UnsupportedError("--dtype fp16: the linear layers of --layer take fp32 and bf16")
     model, tp, cp = read_model(options.layer, "--layer"), options.tp, 1 if options.cp is None else options.cp
+    for name, count in (("tp", tp), ("cp", cp)):
+        if not 1 <= count <= MOST_RANKS:
+            raise ConfigurationError(f"--{name} {count}: use 1 to {MOST_RANKS}, which are simulated")
     features, width = _features(model, tp)
     kind = FULL_LAYER if FULL_LAYER in model.layers else next(iter(model.layers))
     sizes = {
@@ -127,9 +130,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def _of_ranks(options: argparse.Namespace, tp: int, cp: int) -> tuple[Interconnect, Machine, tuple[str, ...]]:
     """Return the interconnect of tp × cp ranks, a machine at its rates of products, and notes."""
-    for name, count in (("tp", tp), ("cp", cp)):
-        if not 1 <= count <= MOST_RANKS:
-            raise ConfigurationError(f"--{name} {count}: use 1 to {MOST_RANKS}, which are simulated")
     ranks = tp * cp
     topology, notes = several_hosts(options.topology, ranks)
     whole, machine = where(topology, DTYPES[options.dtype], options)
