@@ -57,7 +57,9 @@ class TestModels:
         assert sizes({**dense, "hidden_act": "relu2"}) == (4096, 14336, False)
         assert sizes({**dense, "hidden_act": "gelu_pytorch_tanh", "model_type": "gemma2"}) == (4096, 14336, True)
         without = {key: value for key, value in dense.items() if key != "intermediate_size"}
-        for other in (without, dense | LATENT, dense | {"n_routed_experts": 8}, dense | {"num_local_experts": 8}):
+        keys = "n_routed_experts", "num_local_experts", "moe_num_experts"
+        experts = [dense | {key: some} for key in keys for some in (8, [8, 8])]
+        for other in (without, dense | LATENT, *experts, dense | {"intermediate_size": -4}):
             assert sizes(other)[:2] == (None, None)
         assert sizes({**dense, "num_experts": 0})[:2] == (4096, 14336)
 

@@ -13,7 +13,7 @@ from tokenring.nearest import hint
 from tokenring.sequence.layout import as_integer
 
 FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER = "full_attention", "sliding_attention", "chunked_attention"
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of configs with several MLPs in a layer
+EXPERTS = "experts"  # in keys of configs with several MLPs in a layer: num_experts, moe_num_experts, n_routed_experts
 GATED = ("silu", "swish")  # activations that come with a gate; Gemma's GELU has one too
 ALTERNATING = ("gemma2", "gpt_oss")  # types whose older configs do not list their layers: every other one slides
 
@@ -141,10 +141,11 @@ def facts_of(config: Mapping[str, Any], name: str, option: str = "--model") -> M
 def _linear_sizes(config: Mapping[str, Any]) -> tuple[int | None, int | None, bool]:
     """Return width, features of the MLP, and whether that is gated; None of both sizes where layers are not plain."""
     width, features = (as_integer(config.get(key)) for key in ("hidden_size", "intermediate_size"))
-    plain = not config.get("kv_lora_rank") and not any(config.get(key) for key in EXPERTS)
+    experts = any(EXPERTS in key and bool(value) for key, value in config.items())
+    plain = not config.get("kv_lora_rank") and not experts and min(width or 0, features or 0) > 0
     activation = str(config.get("hidden_act") or config.get("hidden_activation") or GATED[0])
     gated = activation in GATED or str(config.get("model_type")).startswith("gemma")
-    return (width, features, gated) if plain and width and features else (None, None, gated)
+    return (width, features, gated) if plain else (None, None, gated)
 
 
 def _layer_kinds(config: Mapping[str, Any], count: int) -> dict[str, int]:
