@@ -86,6 +86,9 @@ class TestModels:
             facts_of({**LLAMA, "layer_types": ["linear_attention"]}, "x")
         with pytest.raises(ConfigurationError, match="num_attention_heads is None"):
             facts_of({}, "x")
+        for key, odd in (("text_config", "x"), ("layer_types", [1]), ("layer_types", 1), ("sliding_window", "4k")):
+            with pytest.raises(ConfigurationError, match=re.escape(f"--model x: {key} is {odd!r}: give a config with")):
+                facts_of({**LLAMA, key: odd}, "x")
         with pytest.raises(ConfigurationError, match=r"no such file.*llama-3\.1-8b"):
             read_model("llama-3.1-9b")
         config = tmp_path / "config.json"
