@@ -280,6 +280,7 @@ REFUSED: dict[tuple[str, ...], str] = {
     (*LLAMA, "--topology", "preset:a10-pix-4", "--cp", "0"): "--cp 0: use 1 to 64, which are simulated",
     (*LLAMA, "--topology", "preset:a10-pix-4", "--cp", "128"): "--cp 128: use 1 to 64, which are simulated",
     (*LLAMA, *SMALL, "--seq", "1001"): "--seq 1001: --tp 4 × --cp 1 ranks do not divide it",
+    (*LLAMA, *SMALL, "--batch", "2", "--seq", "1002"): "--seq 1002: --tp 4 × --cp 1 ranks do not divide it",
     (*LLAMA, *SMALL, "--dtype", "fp16"): "--dtype fp16: the linear layers of --layer take fp32 and bf16",
     (*LLAMA, *SMALL, "--layout", "spiral"): "unknown layout 'spiral'; choose one of",
     ("--cp", "2", "--topology", "preset:a10-pix-4"): "--cp goes with --layer; of attention alone say --ranks",

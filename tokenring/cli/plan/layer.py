@@ -99,11 +99,10 @@ def _asked(options: argparse.Namespace, given: argparse.Namespace) -> AskedLayer
     net, machine, notes = _of_ranks(sized, tp, cp)
     attention = ask(sized)
     size = attention.call.setting.workload
-    tokens, rest = divmod(size.batch * size.q_length, tp * cp)
-    if rest:
+    if size.q_length % (tp * cp):
         raise ConfigurationError(
             f"--seq {size.q_length}: --tp {tp} × --cp {cp} ranks do not divide it; in linear layers all have as many "
-            f"tokens"
+            f"tokens of each sample"
         )
     others = [each for each in model.layers if each != kind and given.mask is None]
     notes += tuple(f'this is a layer of type {kind}; for {each} say --mask "{model.mask_of(each)}"' for each in others)
@@ -116,7 +115,7 @@ def _asked(options: argparse.Namespace, given: argparse.Namespace) -> AskedLayer
         f"the ways of {kind} group {ranks_text(ranks)} are the narrowest: it stands for all"
         for kind, ranks in (("tp", tp_ranks), ("cp", cp_ranks)) if ranks[0]
     )  # fmt: skip
-    linears = LinearLayers(of_tp, machine, tokens * tp, width, features, size.dtype)
+    linears = LinearLayers(of_tp, machine, size.batch * size.q_length // cp, width, features, size.dtype)
     return AskedLayer(model, net, tp, cp, attention, linears, tp_ranks, cp_ranks, notes)
 
 
