@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tokenring.cli.main import main
+from tokenring.cli.models import ALSO, KNOWN
 from tokenring.cli.plan.command import _parser
 from tokenring.cli.plan.layer import AskedLayer, PlannedLayer, planned_layer
 from tokenring.cli.plan.layer_picture import PARTS, layer_svg, parts_of
@@ -135,6 +136,7 @@ class TestTable:
         sent = {each["operator"]: each["sent_bytes"] for each in data["operators"]}
         assert (sent[ATTENTION] == 0, sent[QKV] == 0) == (cp == "1", tp == "1")
         assert bool(data["unfused_seconds"]) == ("unfused" in text) == (tp == "4")
+        assert ("the weights stay" in text, "where weights stay" in text) == (tp == "4", tp == "4")
         assert ("tr.TensorParallel(" in text, "tr.ContextParallel(" in text) == (tp == "4", cp == "4")
 
     def test_samples_are_rows_of_linear_layers(self) -> None:
@@ -286,6 +288,12 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("--cp", "2", "--topology", "preset:a10-pix-4"): "--cp goes with --layer; of attention alone say --ranks",
     **{(*LLAMA, *SMALL, *given): f"{given[0]} does not go with --layer, whose sizes are" for given in OF_OTHERS},
 }  # fmt: skip
+
+
+def test_help_lists_the_names_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # else names are broken at their hyphens
+    shown = " ".join(run("--help")[1].split())
+    assert all(f"{name}," in shown or f"{name}." in shown for name in (*KNOWN, *ALSO))
 
 
 @pytest.mark.parametrize("words", REFUSED, ids=" ".join)
