@@ -22,7 +22,8 @@ from tokenring.cli.plan.layer import AskedLayer, PlannedLayer, planned_layer
 from tokenring.cli.plan.layer_picture import PARTS, layer_svg, parts_of
 from tokenring.display.svg import _width
 from tokenring.planner.choosing.linear import CANDIDATES, ranked
-from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.interconnects.interconnect import Interconnect, LinkFabric, of_one_host
+from tokenring.planner.interconnects.rank_order import narrowest_group
 from tokenring.planner.layers.layer import ATTENTION, DOWN, OUT, QKV, UP, LayerCall, plan_layer
 from tokenring.planner.simulation.operations import Await, Costs, Operation, SimulatedPost
 from tokenring.planner.simulation.predict import Setting, lowered, predict
@@ -264,6 +265,15 @@ class TestSharedWires:
         net = planned(*LLAMA, *words).asked.net
         widths = {ranks: net.pair_gbs(*ranks) for ranks in ((0, 4), (1, 5), (2, 6), (3, 7))}
         assert min(widths, key=widths.__getitem__) == (2, 6)
+
+    def test_of_equal_ways_those_that_share_a_wire_are_narrower(self) -> None:
+        """Three ranks with links of their own, and three behind a port each, as wide as a link."""
+        groups = (range(3), range(3, 6))
+        own, behind = ([(a, b) for a in ranks for b in ranks if a != b] for ranks in groups)
+        ways = {(a, b): (f"{a}>{b}",) for a, b in own} | {(a, b): (f"{a}>port", f"port>{b}") for a, b in behind}
+        gbs = {wire: 25.0 for way in ways.values() for wire in way}
+        net = of_one_host("by hand", LinkFabric(6, ways, gbs))
+        assert narrowest_group(net, groups)[1] == groups[1]
 
 
 OF_OTHERS = (
