@@ -57,7 +57,9 @@ class TestModels:
         assert sizes({**dense, "hidden_act": "relu2"}) == (4096, 14336, False)
         assert sizes({**dense, "hidden_act": "gelu_pytorch_tanh", "model_type": "gemma2"}) == (4096, 14336, True)
         without = {key: value for key, value in dense.items() if key != "intermediate_size"}
-        for other in (without, dense | LATENT, dense | {"n_routed_experts": 8}, dense | {"num_local_experts": 8}):
+        keys = "n_routed_experts", "num_local_experts", "moe_num_experts"
+        experts = [dense | {key: some} for key in keys for some in (8, [8, 8])]
+        for other in (without, dense | LATENT, *experts, dense | {"intermediate_size": -4}):
             assert sizes(other)[:2] == (None, None)
         assert sizes({**dense, "num_experts": 0})[:2] == (4096, 14336)
 
@@ -84,6 +86,9 @@ class TestModels:
             facts_of({**LLAMA, "layer_types": ["linear_attention"]}, "x")
         with pytest.raises(ConfigurationError, match="num_attention_heads is None"):
             facts_of({}, "x")
+        for key, odd in (("text_config", "x"), ("layer_types", [1]), ("layer_types", 1), ("sliding_window", "4k")):
+            with pytest.raises(ConfigurationError, match=re.escape(f"--model x: {key} is {odd!r}: give a config with")):
+                facts_of({**LLAMA, key: odd}, "x")
         with pytest.raises(ConfigurationError, match=r"no such file.*llama-3\.1-8b"):
             read_model("llama-3.1-9b")
         config = tmp_path / "config.json"

@@ -16,12 +16,14 @@ from xml.etree import ElementTree
 import pytest
 
 from tokenring.cli.main import main
+from tokenring.cli.models import ALSO, KNOWN
 from tokenring.cli.plan.command import options_parser
 from tokenring.cli.plan.layer import AskedLayer, PlannedLayer, planned_layer
 from tokenring.cli.plan.layer_picture import PARTS, layer_svg, parts_of
 from tokenring.display.svg import _width
 from tokenring.planner.choosing.linear import CANDIDATES, ranked
-from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.interconnects.interconnect import Interconnect, LinkFabric, of_one_host
+from tokenring.planner.interconnects.rank_order import narrowest_group
 from tokenring.planner.layers.layer import ATTENTION, DOWN, OUT, QKV, UP, LayerCall, plan_layer
 from tokenring.planner.simulation.operations import Await, Costs, Operation, SimulatedPost
 from tokenring.planner.simulation.predict import Setting, lowered, predict
@@ -135,6 +137,7 @@ class TestTable:
         sent = {each["operator"]: each["sent_bytes"] for each in data["operators"]}
         assert (sent[ATTENTION] == 0, sent[QKV] == 0) == (cp == "1", tp == "1")
         assert bool(data["unfused_seconds"]) == ("unfused" in text) == (tp == "4")
+        assert ("the weights stay" in text, "where weights stay" in text) == (tp == "4", tp == "4")
         assert ("tr.TensorParallel(" in text, "tr.ContextParallel(" in text) == (tp == "4", cp == "4")
 
     def test_samples_are_rows_of_linear_layers(self) -> None:
@@ -263,6 +266,15 @@ class TestSharedWires:
         widths = {ranks: net.pair_gbs(*ranks) for ranks in ((0, 4), (1, 5), (2, 6), (3, 7))}
         assert min(widths, key=widths.__getitem__) == (2, 6)
 
+    def test_of_equal_ways_those_that_share_a_wire_are_narrower(self) -> None:
+        """Three ranks with links of their own, and three behind a port each, as wide as a link."""
+        groups = (range(3), range(3, 6))
+        own, behind = ([(a, b) for a in ranks for b in ranks if a != b] for ranks in groups)
+        ways = {(a, b): (f"{a}>{b}",) for a, b in own} | {(a, b): (f"{a}>port", f"port>{b}") for a, b in behind}
+        gbs = {wire: 25.0 for way in ways.values() for wire in way}
+        net = of_one_host("by hand", LinkFabric(6, ways, gbs))
+        assert narrowest_group(net, groups)[1] == groups[1]
+
 
 OF_OTHERS = (
     ("--operator", "row"), ("--model", "llama3-8b"), ("--heads", "8"), ("--features", "8k"), ("--width", "8k"),
@@ -276,14 +288,22 @@ REFUSED: dict[tuple[str, ...], str] = {
     (*LLAMA, "--topology", "preset:hgx-h100", "--tp", "4", "--cp", "3"):
         "--tp 4 × --cp 3 are 12 ranks: hgx-h100 has 8; take fewer, or name several hosts, as preset:NAME*4",
     (*LLAMA, "--topology", "preset:a10-pix-4", "--tp", "8"): "tensor parallelism of 8 does not fit hosts of 4 ranks",
+    (*LLAMA, "--topology", "preset:a10-pix-4", "--tp", "0"): "--tp 0: use 1 to 64, which are simulated",
     (*LLAMA, "--topology", "preset:a10-pix-4", "--cp", "0"): "--cp 0: use 1 to 64, which are simulated",
     (*LLAMA, "--topology", "preset:a10-pix-4", "--cp", "128"): "--cp 128: use 1 to 64, which are simulated",
     (*LLAMA, *SMALL, "--seq", "1001"): "--seq 1001: --tp 4 × --cp 1 ranks do not divide it",
+    (*LLAMA, *SMALL, "--batch", "2", "--seq", "1002"): "--seq 1002: --tp 4 × --cp 1 ranks do not divide it",
     (*LLAMA, *SMALL, "--dtype", "fp16"): "--dtype fp16: the linear layers of --layer take fp32 and bf16",
     (*LLAMA, *SMALL, "--layout", "spiral"): "unknown layout 'spiral'; choose one of",
     ("--cp", "2", "--topology", "preset:a10-pix-4"): "--cp goes with --layer; of attention alone say --ranks",
     **{(*LLAMA, *SMALL, *given): f"{given[0]} does not go with --layer, whose sizes are" for given in OF_OTHERS},
 }  # fmt: skip
+
+
+def test_help_lists_the_names_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # else names are broken at their hyphens
+    shown = " ".join(run("--help")[1].split())
+    assert all(f"{name}," in shown or f"{name}." in shown for name in (*KNOWN, *ALSO))
 
 
 @pytest.mark.parametrize("words", REFUSED, ids=" ".join)

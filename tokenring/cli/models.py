@@ -13,7 +13,7 @@ from tokenring.nearest import hint
 from tokenring.sequence.layout import as_integer
 
 FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER = "full_attention", "sliding_attention", "chunked_attention"
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of configs with several MLPs in a layer
+EXPERTS = "experts"  # in keys of configs with several MLPs in a layer: num_experts, moe_num_experts, n_routed_experts
 GATED = ("silu", "swish")  # activations that come with a gate; Gemma's GELU has one too
 ALTERNATING = ("gemma2", "gpt_oss")  # types whose older configs do not list their layers: every other one slides
 
@@ -116,14 +116,16 @@ def facts_of(config: Mapping[str, Any], name: str, option: str = "--model") -> M
         layers = sum(_number(config, each, named) for each in ("num_layers", "num_single_layers") if each in config)
         return ModelFacts(name, heads, heads, dim, dim, {FULL_LAYER: max(1, layers)}, causal=False)
     config = config.get("text_config") or config
+    if not isinstance(config, Mapping):
+        raise ConfigurationError(f"{named}: text_config is {config!r}: give a config with an object there")
     heads = _number(config, "num_attention_heads", named)
     count = _number(config, "num_hidden_layers", named)
     value_dim = dim = _head_dim(config, heads, named)
-    kv_heads = heads if config.get("num_key_value_heads") is None else _number(config, "num_key_value_heads", named)
+    kv_heads = _number_if_given(config, "num_key_value_heads", named) or heads
     if config.get("kv_lora_rank"):  # multi-latent attention: training attends with as many heads of keys
         dim, kv_heads = _number(config, "qk_nope_head_dim", named) + _number(config, "qk_rope_head_dim", named), heads
         value_dim = _number(config, "v_head_dim", named)
-    kinds = _layer_kinds(config, count)
+    kinds = _layer_kinds(config, count, named)
     unknown = set(kinds) - {FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER}
     if unknown:
         raise ConfigurationError(
@@ -131,8 +133,8 @@ def facts_of(config: Mapping[str, Any], name: str, option: str = "--model") -> M
         )
     return ModelFacts(
         name, heads, kv_heads, dim, value_dim, kinds, True,
-        config.get("sliding_window") if SLIDING_LAYER in kinds else None,
-        config.get("attention_chunk_size") if CHUNKED_LAYER in kinds else None,
+        _number_if_given(config, "sliding_window", named) if SLIDING_LAYER in kinds else None,
+        _number_if_given(config, "attention_chunk_size", named) if CHUNKED_LAYER in kinds else None,
         bool(config.get("attn_logit_softcapping")), config.get("model_type") == "gpt_oss",
         *_linear_sizes(config),
     )  # fmt: skip
@@ -141,15 +143,18 @@ def facts_of(config: Mapping[str, Any], name: str, option: str = "--model") -> M
 def _linear_sizes(config: Mapping[str, Any]) -> tuple[int | None, int | None, bool]:
     """Return width, features of the MLP, and whether that is gated; None of both sizes where layers are not plain."""
     width, features = (as_integer(config.get(key)) for key in ("hidden_size", "intermediate_size"))
-    plain = not config.get("kv_lora_rank") and not any(config.get(key) for key in EXPERTS)
+    experts = any(EXPERTS in key and bool(value) for key, value in config.items())
+    plain = not config.get("kv_lora_rank") and not experts and min(width or 0, features or 0) > 0
     activation = str(config.get("hidden_act") or config.get("hidden_activation") or GATED[0])
     gated = activation in GATED or str(config.get("model_type")).startswith("gemma")
-    return (width, features, gated) if plain and width and features else (None, None, gated)
+    return (width, features, gated) if plain else (None, None, gated)
 
 
-def _layer_kinds(config: Mapping[str, Any], count: int) -> dict[str, int]:
+def _layer_kinds(config: Mapping[str, Any], count: int, named: str) -> dict[str, int]:
     listed = config.get("layer_types")
     if listed:
+        if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
+            raise ConfigurationError(f"{named}: layer_types is {listed!r}: give a config with a list of names")
         return {kind: listed.count(kind) for kind in sorted(set(listed))}
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return {FULL_LAYER: count}
@@ -158,9 +163,11 @@ def _layer_kinds(config: Mapping[str, Any], count: int) -> dict[str, int]:
 
 
 def _head_dim(config: Mapping[str, Any], heads: int, named: str) -> int:
-    if config.get("head_dim") is not None:
-        return _number(config, "head_dim", named)
-    return _number(config, "hidden_size", named) // heads
+    return _number_if_given(config, "head_dim", named) or _number(config, "hidden_size", named) // heads
+
+
+def _number_if_given(config: Mapping[str, Any], key: str, named: str) -> int | None:
+    return None if config.get(key) is None else _number(config, key, named)
 
 
 def _number(config: Mapping[str, Any], key: str, named: str) -> int:

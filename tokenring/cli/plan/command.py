@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 
-from tokenring.cli.models import KNOWN, sizes_of
+from tokenring.cli.models import ALSO, KNOWN, sizes_of
 from tokenring.cli.plan.cached import UNUSED, cached_call, cached_json, cached_report
 from tokenring.cli.plan.layouts import planned_in_layouts
 from tokenring.cli.plan.mask_picture import mask_svg
@@ -195,8 +195,8 @@ def options_parser() -> Parser:
     parser = Parser(
         prog="tokenring plan",
         description="Which schedule of attention, of a linear layer, or of both in a layer, is fastest on a topology.",
-        epilog=f"Presets: {', '.join(PRESETS)} (docs/presets.md). Models by name: {', '.join(KNOWN)}. docs/planner.md "
-        "describes how times are predicted.",
+        epilog=f"Presets: {', '.join(PRESETS)} (docs/presets.md). Models by name: {', '.join([*KNOWN, *ALSO])}. "
+        "docs/planner.md describes how times are predicted.",
     )
     add = parser.add_argument
     add("--topology", metavar="TOPOLOGY", required=True,

@@ -86,6 +86,9 @@ def _asked(options: argparse.Namespace, given: argparse.Namespace) -> AskedLayer
     if options.dtype == "fp16":
         raise UnsupportedError("--dtype fp16: the linear layers of --layer take fp32 and bf16")
     model, tp, cp = read_model(options.layer, "--layer"), options.tp, 1 if options.cp is None else options.cp
+    for name, count in (("tp", tp), ("cp", cp)):
+        if not 1 <= count <= MOST_RANKS:
+            raise ConfigurationError(f"--{name} {count}: use 1 to {MOST_RANKS}, which are simulated")
     features, width = _features(model, tp)
     kind = FULL_LAYER if FULL_LAYER in model.layers else next(iter(model.layers))
     sizes = {
@@ -96,11 +99,10 @@ def _asked(options: argparse.Namespace, given: argparse.Namespace) -> AskedLayer
     net, machine, notes = _of_ranks(sized, tp, cp)
     attention = ask(sized)
     size = attention.call.setting.workload
-    tokens, rest = divmod(size.batch * size.q_length, tp * cp)
-    if rest:
+    if size.q_length % (tp * cp):
         raise ConfigurationError(
             f"--seq {size.q_length}: --tp {tp} × --cp {cp} ranks do not divide it; in linear layers all have as many "
-            f"tokens"
+            f"tokens of each sample"
         )
     others = [each for each in model.layers if each != kind and given.mask is None]
     notes += tuple(f'this is a layer of type {kind}; for {each} say --mask "{model.mask_of(each)}"' for each in others)
@@ -113,7 +115,7 @@ def _asked(options: argparse.Namespace, given: argparse.Namespace) -> AskedLayer
         f"the ways of {kind} group {ranks_text(ranks)} are the narrowest: it stands for all"
         for kind, ranks in (("tp", tp_ranks), ("cp", cp_ranks)) if ranks[0]
     )  # fmt: skip
-    linears = LinearLayers(of_tp, machine, tokens * tp, width, features, size.dtype)
+    linears = LinearLayers(of_tp, machine, size.batch * size.q_length // cp, width, features, size.dtype)
     return AskedLayer(model, net, tp, cp, attention, linears, tp_ranks, cp_ranks, notes)
 
 
@@ -127,9 +129,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def _of_ranks(options: argparse.Namespace, tp: int, cp: int) -> tuple[Interconnect, Machine, tuple[str, ...]]:
     """Return the interconnect of tp × cp ranks, a machine at its rates of products, and notes."""
-    for name, count in (("tp", tp), ("cp", cp)):
-        if not 1 <= count <= MOST_RANKS:
-            raise ConfigurationError(f"--{name} {count}: use 1 to {MOST_RANKS}, which are simulated")
     ranks = tp * cp
     topology, notes = several_hosts(options.topology, ranks)
     whole, machine = where(topology, DTYPES[options.dtype], options)

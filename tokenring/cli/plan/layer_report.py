@@ -46,7 +46,7 @@ def about(asked: AskedLayer) -> list[str]:
     return [
         f"batch {size.batch}, {width}, {heads}, {mlp}, {dtype}, {call.mask}, layout {call.q_layout.name}, "
         f"{' + '.join(call.setting.passes)}",
-        f"{asked.net.world_size} ranks; {call.setting.machine.source}",
+        f"{asked.net.world_size} rank{_s(asked.net.world_size)}; {call.setting.machine.source}",
     ]
 
 
@@ -119,14 +119,11 @@ def _says(planned: PlannedLayer) -> Iterator[str]:
     """Yield the lines below the table: which groups work at once, what stays where, what the times are."""
     plan, asked = planned.plan, planned.asked
     tp, cp = asked.tensor_parallel, asked.context_parallel
-    yield f"tp: {cp} group{_s(cp)} of {tp} neighbours, {_hosts(asked, UP)}{_at_once(asked, UP, cp)}"
+    yield f"tp: {cp} group{_s(cp)} of {tp} neighbour{_s(tp)}, {_hosts(asked, UP)}{_at_once(asked, UP, cp)}"
     every = f"{tp} apart, " if min(tp, cp) > 1 else ""
     yield f"cp: {tp} group{_s(tp)} of {cp}, {every}{_hosts(asked, ATTENTION)}{_at_once(asked, ATTENTION, tp)}"
-    yield "qkv and out: the weights stay, since attention takes a rank's own heads of all tokens of its tp group"
-    others = {kind: seconds for kind, seconds in plan.pair_seconds[UP].items() if kind != plan.stays[UP]}
-    yield f"{UP} and {DOWN}: {_staying(plan.stays[UP], plan.pair_seconds[UP][plan.stays[UP]])}" + "".join(
-        f"; {_staying(kind, seconds)}" for kind, seconds in others.items()
-    )
+    if tp > 1:
+        yield from _stay(plan)
     of_attention = sum(each.seconds for each in plan.costs if each.operator == ATTENTION)
     ratio = of_attention / planned.attention_bound_seconds
     yield f"attention takes {ratio:.2f} × its lower bound" + ("; in unfused it is as planned" if tp > 1 else "")
@@ -153,6 +150,15 @@ def _program(planned: PlannedLayer) -> Iterator[str]:
             of.setdefault(plan.schedule_of(each), []).append(each)
         for name, layers in of.items():
             yield f'tr.TensorParallel(schedule="{name}") for {", ".join(layers)}'
+
+
+def _stay(plan: LayerPlan) -> Iterator[str]:
+    """Yield what stays where it is in each pair of linear layers."""
+    yield "qkv and out: the weights stay, since attention takes a rank's own heads of all tokens of its tp group"
+    others = {kind: seconds for kind, seconds in plan.pair_seconds[UP].items() if kind != plan.stays[UP]}
+    yield f"{UP} and {DOWN}: {_staying(plan.stays[UP], plan.pair_seconds[UP][plan.stays[UP]])}" + "".join(
+        f"; {_staying(kind, seconds)}" for kind, seconds in others.items()
+    )
 
 
 def _staying(kind: str, seconds: float) -> str:

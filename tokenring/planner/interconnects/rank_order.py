@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
+from math import fsum
 
 from tokenring.errors import ConfigurationError
 from tokenring.planner.interconnects.interconnect import Interconnect, LinkFabric
@@ -45,9 +46,12 @@ def narrowest_group(net: Interconnect, groups: Sequence[Sequence[int]]) -> tuple
     return nets[at], groups[at]
 
 
-def _narrowness(net: Interconnect) -> float:
-    """Return the seconds of a GB from each rank to each other, one after another."""
-    return sum(1 / net.pair_gbs(a, b) for a in range(net.world_size) for b in range(net.world_size) if a != b)
+def _narrowness(net: Interconnect) -> tuple[float, float]:
+    """Return the seconds of a GB from each rank to each other: one after another, and at once, of the busiest wire."""
+    pairs = [(a, b) for a in range(net.world_size) for b in range(net.world_size) if a != b]
+    passed = Counter(wire for pair in pairs for wire in net.way(*pair))
+    busiest = max((times / net.gbs(wire) for wire, times in passed.items()), default=0.0)
+    return fsum(1 / net.pair_gbs(*pair) for pair in pairs), busiest
 
 
 def most_sharing(group: Interconnect, whole: Interconnect, ranks: Sequence[int]) -> int:
