@@ -9,10 +9,11 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tokenring.cli.advise.engines import ENGINES, Choice, Engine, Job
+from tokenring.cli.advise.pricing import choice_seconds
 from tokenring.cli.models import FULL_LAYER, KNOWN, ModelFacts, read_model
 from tokenring.cli.plan.options import Asked, ask
 from tokenring.cli.spelling import SIZES_TEXT, add_dtype, add_passes
@@ -21,11 +22,9 @@ from tokenring.display.units import time_text
 from tokenring.errors import ConfigurationError
 from tokenring.gc_pause import no_collection
 from tokenring.nearest import hint
-from tokenring.planner.choosing.auto import forecast_call, make
 from tokenring.planner.choosing.kept_plans import plan_or_forecast_kept
 from tokenring.planner.choosing.plan import Forecast
 from tokenring.planner.machines.presets import PRESETS
-from tokenring.planner.simulation.predict import predict
 from tokenring.sequence.sizes import read_size
 
 FORMAT, VERSION = "tokenring-advice", 1
@@ -103,23 +102,11 @@ def _priced(engine: Engine, job: Job, asked: dict[str, Asked]) -> list[Priced]:
             found.append(Priced(each, None, each.reason))
             continue
         try:
-            seconds = sum(job.model.layers[kind] * _seconds(asked[kind], each.schedule) for kind in asked)
+            seconds = sum(job.model.layers[kind] * choice_seconds(asked[kind].call, each.schedule) for kind in asked)
             found.append(Priced(each, seconds))
         except ConfigurationError as error:
             found.append(Priced(each, None, f"can be taken, but is not priced: {' '.join(str(error).split())}"))
     return found
-
-
-def _seconds(asked: Asked, schedule: str) -> float:
-    """Return the predicted time of one layer's attention by a schedule. Raises ConfigurationError."""
-    call = asked.call
-    try:
-        return predict(make(call, schedule), call.setting).seconds
-    except ConfigurationError:
-        found = forecast_call(replace(call, families=(schedule,))).candidates[0].predicted_seconds
-        if found is None:
-            raise
-        return found
 
 
 def _own(asked: dict[str, Asked], model: ModelFacts) -> tuple[str, float | None]:
