@@ -21,12 +21,13 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 
 from published import load, table  # noqa: E402
-from published_rows import Row, call_of, excuse, published_seconds  # noqa: E402
+from published_rows import FA3, Row, call_of, excuse, published_seconds  # noqa: E402
 
-from tokenring.cli.advise.pricing import choice_seconds  # noqa: E402
+from tokenring.cli.advise.pricing import BY_OPERATORS, FUSED, as_run, choice_seconds  # noqa: E402
 
 APART = 0.05  # by which two measurements differ at least, for the faster one to be named
 BOUND = 0.25  # of a predicted time's error
+MERGING = {FA3: FUSED}  # MagiAttention's baselines merge by one kernel of TransformerEngine; all others by operators
 SCHEDULES = ("ring", "ulysses", "all-gather-kv")
 
 
@@ -81,7 +82,8 @@ def timed(row: Row) -> Timed:
     """Price a row as `tokenring advise` prices a choice."""
     schedule = choice_of(row)
     assert schedule is not None
-    return Timed(row, schedule, published_seconds(row), choice_seconds(call_of(row), schedule))
+    merging = MERGING.get(row["system"], BY_OPERATORS)
+    return Timed(row, schedule, published_seconds(row), choice_seconds(as_run(call_of(row)), schedule, merging))
 
 
 def is_named(one: Timed, other: Timed) -> bool:

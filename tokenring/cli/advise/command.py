@@ -9,11 +9,11 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenring.cli.advise.engines import ENGINES, Choice, Engine, Job
-from tokenring.cli.advise.pricing import choice_seconds
+from tokenring.cli.advise.pricing import as_run, choice_seconds
 from tokenring.cli.models import FULL_LAYER, KNOWN, ModelFacts, read_model
 from tokenring.cli.plan.options import Asked, ask
 from tokenring.cli.spelling import SIZES_TEXT, add_dtype, add_passes
@@ -89,10 +89,11 @@ def _asked(options: argparse.Namespace, model: ModelFacts, engine: Engine) -> di
         "heads": model.heads, "kv_heads": model.kv_heads, "dim": model.head_dim, "value_dim": model.value_dim,
         "layout": engine.layout, "schedules": None, "all": False, "rates": None, "transport": None,
     }  # fmt: skip
-    return {
-        kind: ask(argparse.Namespace(**{**vars(options), **sizes, "mask": model.mask_of(kind)}))
-        for kind in model.layers
-    }
+    found = {}
+    for kind in model.layers:
+        asked = ask(argparse.Namespace(**{**vars(options), **sizes, "mask": model.mask_of(kind)}))
+        found[kind] = replace(asked, call=as_run(asked.call))
+    return found
 
 
 def _priced(engine: Engine, job: Job, asked: dict[str, Asked]) -> list[Priced]:
