@@ -3,8 +3,9 @@
     benchmarks/advise_published.py [--rows REGEX] [--all]
 
 A pair is two rows of one machine, with the same sizes, mask, passes and layout, that differ by the schedule. Each row
-is priced as `tokenring advise` prices a choice. Every second row, by the order of the ids, is set aside: pairs of two
-of these are the verdict, and nothing is ever adapted to them. --all also lists the pairs.
+is priced as `tokenring advise` prices a choice. Every second row, by the order of the ids, is set aside: nothing is ever
+adapted to these. Rows of "side_by_side" came after all prices: steps of whole models, of which attention is a part,
+and ratios of two times. Of them the order is compared, and no time. --all also lists the pairs.
 """
 
 from __future__ import annotations
@@ -23,11 +24,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 from published import load, table  # noqa: E402
 from published_rows import FA3, Row, call_of, excuse, published_seconds  # noqa: E402
 
-from tokenring.cli.advise.pricing import BY_OPERATORS, FUSED, as_run, choice_seconds  # noqa: E402
+from tokenring.cli.advise.pricing import (  # noqa: E402
+    BY_OPERATORS,
+    BY_OPERATORS_GATHERED,
+    FUSED,
+    GATHER,
+    Merging,
+    as_run,
+    choice_seconds,
+)
 
 APART = 0.05  # by which two measurements differ at least, for the faster one to be named
 BOUND = 0.25  # of a predicted time's error
-MERGING = {FA3: FUSED}  # MagiAttention's baselines merge by one kernel of TransformerEngine; all others by operators
+# Of a system, by the first words of its name: the schedule that its ring is, and how it merges. Others are
+# ring-flash-attention's code. The rings of xDiT and diffusers gather; MagiAttention's baselines merge by one kernel.
+HOW: dict[str, tuple[str, Merging]] = {
+    "xDiT": (GATHER, BY_OPERATORS_GATHERED), "diffusers": (GATHER, BY_OPERATORS_GATHERED), FA3: ("ring", FUSED),
+}  # fmt: skip
 SCHEDULES = ("ring", "ulysses", "all-gather-kv")
 
 
@@ -47,7 +60,7 @@ class Timed(NamedTuple):
 
 def choice_of(row: Row) -> str | None:
     """Return the schedule by which `tokenring advise` prices the row's choice; None: no engine of its offers that."""
-    if excuse(row) or "step" in row["measured"]:
+    if excuse(row) or "one step" in row["measured"]:
         return None
     match = re.fullmatch(r"usp ulysses=([0-9]+) ring=[0-9]+", row["schedule"])
     if match:
@@ -82,8 +95,22 @@ def timed(row: Row) -> Timed:
     """Price a row as `tokenring advise` prices a choice."""
     schedule = choice_of(row)
     assert schedule is not None
-    merging = MERGING.get(row["system"], BY_OPERATORS)
-    return Timed(row, schedule, published_seconds(row), choice_seconds(as_run(call_of(row)), schedule, merging))
+    ring, merging = HOW.get(row["system"].partition(",")[0], ("ring", BY_OPERATORS))
+    priced = ring if schedule == "ring" else schedule
+    return Timed(row, schedule, published_seconds(row), choice_seconds(as_run(call_of(row)), priced, merging))
+
+
+def side_by_side(rows: Sequence[Row]) -> Iterator[tuple[Timed, Timed]]:
+    """Price the pairs of rows of which only the order can be compared; of a ratio the second time is 1."""
+    for row in rows:
+        if row["quantity"] == "ratio":
+            other = timed({**row, "quantity": "seconds", "schedule": row["versus"]})
+            yield timed({**row, "quantity": "seconds", "value": other.published_s / row["value"]}), other
+    whole = [row for row in rows if row["quantity"] == "seconds"]
+    found = {row["id"]: timed(row) for row in whole}
+    for one, other in pairs_of(whole):
+        if one["measured"] == other["measured"]:
+            yield found[one["id"]], found[other["id"]]
 
 
 def is_named(one: Timed, other: Timed) -> bool:
@@ -110,6 +137,16 @@ def verdict(name: str, pairs: Sequence[tuple[Timed, Timed]], rows: Sequence[Time
         name, f"{named} of {len(apart)}", f"{within} of {len(rows)}", f"{median(each.ratio for each in rows):.2f}",
         f"{worst.ratio:.2f} ({worst.row['id']})",
     )  # fmt: skip
+
+
+MORE_HEAD = ("side by side", "faster named, of pairs > 5% apart")
+
+
+def more_summary(pairs: Sequence[tuple[Timed, Timed]]) -> Iterator[tuple[str, ...]]:
+    """Yield the lines of the rows of which only the order is compared: by system, and all."""
+    for name in (*dict.fromkeys(one.row["system"] for one, _ in pairs), "all"):
+        apart = [pair for pair in pairs if name in ("all", pair[0].row["system"]) and differ(*pair)]
+        yield name, f"{sum(is_named(*pair) for pair in apart)} of {len(apart)}"
 
 
 HEAD = ("rows", "faster named, of pairs > 5% apart", "times within 25%", "median ratio", "worst ratio")
@@ -151,9 +188,12 @@ def main(arguments: list[str]) -> int:
         if row["id"] not in found:
             print(row["id"], file=sys.stderr, flush=True)
             found[row["id"]] = timed(row)
+    more = list(side_by_side([row for row in load()["side_by_side"] if re.search(options.rows, row["id"])]))
     if options.all:
-        print(table(PAIR_HEAD, (pair_cells(found[a["id"]], found[b["id"]], aside) for a, b in pairs)))
-    print(table(HEAD, summary(found, pairs, aside)), end="")
+        priced = [(found[a["id"]], found[b["id"]]) for a, b in pairs]
+        print(table(PAIR_HEAD, (pair_cells(one, other, aside) for one, other in priced + more)))
+    print(table(HEAD, summary(found, pairs, aside)))
+    print(table(MORE_HEAD, more_summary(more)), end="")
     return 0
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tokenring.cli.plan.options import first_ranks
 from tokenring.ir.schedule_data import Pass
 from tokenring.planner.choosing.auto import CallToPlan
 from tokenring.planner.interconnects.interconnect import Interconnect
@@ -183,6 +184,7 @@ def _call(row: Row, net: Interconnect, machine: Machine, mask: Mask) -> float:
 def call_of(row: Row) -> CallToPlan:
     """The row's call as `tokenring plan` and `tokenring advise` have it, in the row's layout."""
     net, machine = _where(row)
+    net = first_ranks(net, row["world_size"])
     setting = Setting(_size(row), net, machine, PASSES[row["passes"]], _any_patch)
     layout = layout_of(row)
     return CallToPlan(setting, layout, layout, _mask(row))
