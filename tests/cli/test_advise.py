@@ -116,7 +116,7 @@ class TestEngines:
         few = reasons("diffusers", replace(job, model=replace(KNOWN["flux.1-dev"], heads=30, kv_heads=30)))
         assert few["ulysses"] and few["uneven/30"] is None and few["usp/2"] is None and few["usp/4"]
         none = reasons("diffusers", replace(job, model=replace(KNOWN["flux.1-dev"], heads=3, kv_heads=3)))
-        assert none["uneven/3"] == "ulysses_anything would add 5 heads, and a rank would have 1"
+        assert none["uneven/3"] == "padding would add 5 heads, and a rank would have 1"
         for model, why in ((KNOWN["llama-3.1-8b"], "causal"), (replace(KNOWN["flux.1-dev"], kv_heads=8), "grouped")):
             assert all(why in str(each) for each in reasons("diffusers", replace(job, model=model)).values())
 
@@ -192,7 +192,7 @@ def test_a_model_that_an_engine_does_not_compute() -> None:
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (("--engine", "vllm", "--model", "llama-3.1-8b", *SMALL), "--engine vllm: choose one of megatron, diffusers"),
+        (("--engine", "vllm", "--model", "llama-3.1-8b", *SMALL), "--engine vllm: choose one of megatron, torchtitan, accelerate"),
         (("--engine", "megatron", "--model", "nothing", *SMALL), "there is no such file"),
         (("--engine", "megatron", "--model", "llama-3.1-8b", *SMALL, "--tp", "2"), "one rank shares no sequence"),
     ],

@@ -103,8 +103,8 @@ def _priced(engine: Engine, job: Job, asked: dict[str, Asked]) -> list[Priced]:
             found.append(Priced(each, None, each.reason))
             continue
         try:
-            seconds = sum(job.model.layers[kind] * choice_seconds(asked[kind].call, each.schedule) for kind in asked)
-            found.append(Priced(each, seconds))
+            of_kinds = {kind: choice_seconds(asked[kind].call, each.schedule, each.merging) for kind in asked}
+            found.append(Priced(each, sum(job.model.layers[kind] * of_kinds[kind] for kind in asked)))
         except ConfigurationError as error:
             found.append(Priced(each, None, f"can be taken, but is not priced: {' '.join(str(error).split())}"))
     return found
