@@ -139,6 +139,9 @@ for words in given:
     )
 """,
     "xdit": """
+import torch
+torch.backends.mps.is_available = lambda: True  # it does not import without any accelerator
+import xfuser
 from xfuser.config.args import FlexibleArgumentParser, xFuserArgs
 from xfuser.config.config import SequenceParallelConfig
 for words in given:
