@@ -1,11 +1,12 @@
 """What `tokenring advise` says of choices that others timed side by side (docs/published.json).
 
-    benchmarks/advise_published.py [--rows REGEX] [--all]
+    benchmarks/advise_published.py [--rows REGEX] [--all] [--planner]
 
 A pair is two rows of one machine, with the same sizes, mask, passes and layout, that differ by the schedule. Each row
-is priced as `tokenring advise` prices a choice. Every second row, by the order of the ids, is set aside: nothing is ever
-adapted to these. Rows of "side_by_side" came after all prices: steps of whole models, of which attention is a part,
-and ratios of two times. Of them the order is compared, and no time. --all also lists the pairs.
+is priced as `tokenring advise` prices a choice. Every second row, by the order of the ids, is set aside: nothing is
+ever adapted to these. Rows of "side_by_side" came after all prices: steps of whole models, of which attention is a
+part, and ratios of two times. Of them the order is compared, and no time. --all also lists the pairs; --planner
+leaves out what advice adds to the planner's prices.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from published import load, table  # noqa: E402
-from published_rows import FA3, Row, call_of, excuse, published_seconds  # noqa: E402
+from published import load, table
+from published_rows import FA3, Row, call_of, excuse, published_seconds
 
-from tokenring.cli.advise.pricing import (  # noqa: E402
+from tokenring.cli.advise.pricing import (
     BY_OPERATORS,
     BY_OPERATORS_GATHERED,
     FUSED,
@@ -33,6 +34,8 @@ from tokenring.cli.advise.pricing import (  # noqa: E402
     as_run,
     choice_seconds,
 )
+from tokenring.planner.choosing.auto import make
+from tokenring.planner.simulation.predict import predict
 
 APART = 0.05  # by which two measurements differ at least, for the faster one to be named
 BOUND = 0.25  # of a predicted time's error
@@ -91,23 +94,26 @@ def set_aside(pairs: Sequence[tuple[Row, Row]]) -> set[str]:
     return set(sorted({row["id"] for pair in pairs for row in pair})[1::2])
 
 
-def timed(row: Row) -> Timed:
-    """Price a row as `tokenring advise` prices a choice."""
+def timed(row: Row, planner: bool = False) -> Timed:
+    """Price a row as `tokenring advise` prices a choice; planner: without what it adds to the planner's prices."""
     schedule = choice_of(row)
     assert schedule is not None
     ring, merging = HOW.get(row["system"].partition(",")[0], ("ring", BY_OPERATORS))
+    call, published = call_of(row), published_seconds(row)
+    if planner:
+        return Timed(row, schedule, published, predict(make(call, schedule), call.setting).seconds)
     priced = ring if schedule == "ring" else schedule
-    return Timed(row, schedule, published_seconds(row), choice_seconds(as_run(call_of(row)), priced, merging))
+    return Timed(row, schedule, published, choice_seconds(as_run(call), priced, merging))
 
 
-def side_by_side(rows: Sequence[Row]) -> Iterator[tuple[Timed, Timed]]:
+def side_by_side(rows: Sequence[Row], planner: bool = False) -> Iterator[tuple[Timed, Timed]]:
     """Price the pairs of rows of which only the order can be compared; of a ratio the second time is 1."""
     for row in rows:
         if row["quantity"] == "ratio":
-            other = timed({**row, "quantity": "seconds", "schedule": row["versus"]})
-            yield timed({**row, "quantity": "seconds", "value": other.published_s / row["value"]}), other
+            other = timed({**row, "quantity": "seconds", "schedule": row["versus"]}, planner)
+            yield timed({**row, "quantity": "seconds", "value": other.published_s / row["value"]}, planner), other
     whole = [row for row in rows if row["quantity"] == "seconds"]
-    found = {row["id"]: timed(row) for row in whole}
+    found = {row["id"]: timed(row, planner) for row in whole}
     for one, other in pairs_of(whole):
         if one["measured"] == other["measured"]:
             yield found[one["id"]], found[other["id"]]
@@ -179,6 +185,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", metavar="REGEX", help="only rows whose id contains it")
     parser.add_argument("--all", action="store_true", help="list the pairs as well")
+    parser.add_argument("--planner", action="store_true", help="with the planner's prices alone")
     options = parser.parse_args(arguments)
     pairs = pairs_of(load()["measurements"])
     aside = set_aside(pairs)
@@ -187,8 +194,9 @@ def main(arguments: list[str]) -> int:
     for row in (row for pair in pairs for row in pair):
         if row["id"] not in found:
             print(row["id"], file=sys.stderr, flush=True)
-            found[row["id"]] = timed(row)
-    more = list(side_by_side([row for row in load()["side_by_side"] if re.search(options.rows, row["id"])]))
+            found[row["id"]] = timed(row, options.planner)
+    others = [row for row in load()["side_by_side"] if re.search(options.rows, row["id"])]
+    more = list(side_by_side(others, options.planner))
     if options.all:
         priced = [(found[a["id"]], found[b["id"]]) for a, b in pairs]
         print(table(PAIR_HEAD, (pair_cells(one, other, aside) for one, other in priced + more)))

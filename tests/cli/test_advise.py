@@ -192,7 +192,7 @@ def test_a_model_that_an_engine_does_not_compute() -> None:
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (("--engine", "vllm", "--model", "llama-3.1-8b", *SMALL), "--engine vllm: choose one of megatron, torchtitan, accelerate"),
+        (("--engine", "vllm", "--model", "llama-3.1-8b", *SMALL), "--engine vllm: choose one of megatron, torchtitan"),
         (("--engine", "megatron", "--model", "nothing", *SMALL), "there is no such file"),
         (("--engine", "megatron", "--model", "llama-3.1-8b", *SMALL, "--tp", "2"), "one rank shares no sequence"),
     ],

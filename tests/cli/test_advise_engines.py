@@ -1,4 +1,4 @@
-"""Tables of engines: what each refuses, and its flags against its own parser or configuration class, where installed."""
+"""Tables of engines: what each refuses, and its flags given to its own parser or configuration class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a table of an engine is made of: jobs, choices with the reasons against them, and reasons that engines share."""
+"""The parts of a table of an engine: jobs, choices with the reasons against them, and reasons that engines share."""
 
 from __future__ import annotations
 

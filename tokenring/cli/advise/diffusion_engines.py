@@ -31,7 +31,7 @@ def diffusers_options(job: Job) -> Iterator[Choice]:
 
 
 def xdit_options(job: Job) -> Iterator[Choice]:
-    """Yield what `xdit` takes, and why not. Its ring is torch's, which gathers all blocks unless it is told otherwise."""
+    """Yield what `xdit` takes, and why not. Its ring is torch's, which gathers all blocks by default."""
     never = _serving(job, "xDiT") or tokens_divide(job, job.ranks, TOGETHER)
     ranks = job.ranks
     yield Choice(f"--ulysses_degree {ranks}", "ulysses", never or both_heads(job, ranks, "ulysses"))

@@ -1,4 +1,4 @@
-"""The predicted time of a call as an engine runs it: what `tokenring advise` says, and its benchmark compares.
+"""The predicted time of a call as an engine runs it, for `tokenring advise` and its benchmark.
 
 A choice is priced as the schedule of ours that moves the same blocks, with what is true of engines and not of us: how
 they merge partial results, and that they gather across hosts by a collective. All that is priced, ours too, has the
@@ -26,7 +26,7 @@ OUR_BYTES, OUR_OPERATORS = 12, 1  # of a merge: both fp32 results are read and o
 
 @dataclass(frozen=True)
 class Merging:
-    """How an engine merges a tile's result into those before it, forward.
+    """The way in which an engine merges a tile's result into those before it, forward.
 
     nbytes: that its operators read and write for each element of the output, one after another. operators: so many.
     gathered: what an all-gather brings is computed one owner's block at a time, and merged as a ring's.
@@ -38,9 +38,9 @@ class Merging:
 
 
 FUSED = Merging(OUR_BYTES, OUR_OPERATORS)
-# out - sigmoid(block_lse - lse) * (out - block_out) on an fp32 accumulator, operator by operator: to fp32 (6 bytes), the
-# difference (12), its product (8), the difference again (12); and five operators on log-sum-exps, small beside these.
-# ring-flash-attention and yunchang (utils.py), torch's _SDPAMerger and diffusers' TemplatedRingAttention read so.
+# out - sigmoid(block_lse - lse) * (out - block_out) on an fp32 accumulator, operator by operator: to fp32 (6 bytes),
+# the difference (12), its product (8), the difference again (12); and five on log-sum-exps, small beside these. So
+# read ring-flash-attention and yunchang (utils.py), vllm-omni (ring_utils.py), torch's _SDPAMerger, and diffusers.
 BY_OPERATORS = Merging(38, 9)
 BY_OPERATORS_GATHERED = replace(BY_OPERATORS, gathered=True)
 

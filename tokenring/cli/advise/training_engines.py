@@ -136,7 +136,7 @@ def _mindspeed_never(job: Job) -> str | None:
 def _mindspeed_heads(job: Job, over: int) -> str | None:
     """Return why q's heads cannot be dealt; None: they can. Heads of kv are repeated where they are too few."""
     heads = job.heads[0]
-    return None if heads % over == 0 else f"ulysses over {over} ranks wants heads that divide: there are {heads} a group"
+    return None if heads % over == 0 else f"ulysses over {over} ranks wants q heads that divide: there are {heads}"
 
 
 TRAINING = (

@@ -1,8 +1,8 @@
 """Shapes at which flash kernels are slower, or faster, than at head dim 128 with every pair visible.
 
 From one published set of measurements: the charts of FlashAttention-3's paper (arXiv:2407.08608), forward, H100, 16k
-tokens in all, as transcribed. Those of backward were not read: the same shares are taken. `DeviceFigures` have the rates
-that these are shares of. Nothing was fitted to a measurement of a whole system.
+tokens in all, as transcribed. Those of backward were not read: the same shares are taken. `DeviceFigures` have the
+rates that these are shares of. Nothing was fitted to a measurement of a whole system.
 """
 
 from __future__ import annotations
