@@ -113,10 +113,15 @@ class TestEngines:
         training = list(ENGINES["diffusers"].options(replace(job, length=4609, training=True)))
         without = [each.reason for each in training if "ring_anything" in each.flags]
         assert without == ["ring_anything has no backward pass"]
-        few = reasons("diffusers", replace(job, model=replace(KNOWN["flux.1-dev"], heads=30, kv_heads=30)))
-        assert few["ulysses"] and few["uneven/30"] is None and few["usp/2"] is None and few["usp/4"]
-        none = reasons("diffusers", replace(job, model=replace(KNOWN["flux.1-dev"], heads=3, kv_heads=3)))
-        assert none["uneven/3"] == "padding would add 5 heads, and a rank would have 1"
+        few = replace(job, model=replace(KNOWN["flux.1-dev"], heads=30, kv_heads=30))
+        padded = "ulysses_degree=8, ulysses_anything=True"
+        found = {each.flags: each for each in ENGINES["diffusers"].options(few)}
+        assert found[padded].reason is None and found[padded].heads == (32, 32)
+        assert reasons("diffusers", few)["ulysses"] and reasons("diffusers", few)["usp/2"] is None
+        assert reasons("diffusers", few)["usp/4"]
+        none = replace(job, model=replace(KNOWN["flux.1-dev"], heads=3, kv_heads=3))
+        (why,) = (each.reason for each in ENGINES["diffusers"].options(none) if each.flags == padded)
+        assert why == "padding would add 5 heads, and a rank would have 1"
         for model, why in ((KNOWN["llama-3.1-8b"], "causal"), (replace(KNOWN["flux.1-dev"], kv_heads=8), "grouped")):
             assert all(why in str(each) for each in reasons("diffusers", replace(job, model=model)).values())
 

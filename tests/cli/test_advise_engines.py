@@ -47,6 +47,9 @@ class TestTraining:
         assert uneven == "None; 8208 tokens do not divide by 1024: FlexAttention's masks are sharded in blocks of 128"
         assert "full causal attention only" in reasons("torchtitan", replace(TRAIN, model=OSS))
         assert len(fitting("torchtitan", replace(TRAIN, model=OSS))) == 1
+        several = [each.flags for each in options("torchtitan", replace(TRAIN, model=OSS)).values() if not each.reason]
+        assert several[0].endswith("ptrr --parallelism.context_parallel_ptrr_mask_key basic_mask")
+        assert not any("mask_key" in flags for flags in found)
         assert not fitting("torchtitan", replace(TRAIN, model=replace(GEMMA, window=None)))
         assert list(options("torchtitan", replace(TRAIN, model=FLUX))) == [
             "--parallelism.context_parallel_degree 8 --parallelism.context_parallel_load_balancer None"
@@ -62,6 +65,11 @@ class TestTraining:
         assert fitting("accelerate", replace(TRAIN, ranks=16)) == ["all-gather-kv", "ring", "ulysses"]  # kv repeated
         assert fitting("accelerate", replace(TRAIN, ranks=12)) == ["all-gather-kv", "ring"]
         assert "there are 32 of q and 8 of kv" in reasons("accelerate", replace(TRAIN, ranks=12))
+        for job, why in (
+            (replace(TRAIN, model=KNOWN["deepseek-v3"]), "128 is not 192"),
+            (replace(TRAIN, tensor_parallel=2), "no tensor parallelism"),
+        ):
+            assert fitting("accelerate", job) == ["all-gather-kv", "ring"] and why in reasons("accelerate", job)
 
     def test_mindspeed(self) -> None:
         found = options("mindspeed-llm", TRAIN)
@@ -72,6 +80,10 @@ class TestTraining:
         assert fitting("mindspeed-llm", replace(TRAIN, ranks=6, length=9600)) == [
             "ring", "double-ring/2", "double-ring/3", "usp/2", "all-gather-kv",
         ]  # fmt: skip
+        some = replace(TRAIN, model=replace(LLAMA, heads=24), ranks=6, length=9600)  # 8 of kv are not repeated for 6
+        assert "usp/2" in fitting("mindspeed-llm", some) and "ulysses" not in fitting("mindspeed-llm", some)
+        many = options("mindspeed-llm", replace(TRAIN, ranks=16)).values()
+        assert {each.schedule: each.heads for each in many if each.heads} == {"ulysses": (32, 32)}  # all repeated
         short = replace(LLAMA, window=8192)
         assert "ring" in fitting("mindspeed-llm", replace(TRAIN, model=short))
         assert not fitting("mindspeed-llm", replace(TRAIN, model=short, length=16384))
@@ -104,7 +116,13 @@ class TestDiffusion:
     def test_omni(self) -> None:
         assert fitting("vllm-omni", SERVE) == ["ulysses", "ulysses", "ring", "all-gather-kv", "usp/2", "usp/4"]
         few = replace(SERVE, model=replace(FLUX, heads=30, kv_heads=30))
-        assert fitting("vllm-omni", few) == ["uneven/30", "ring", "all-gather-kv", "usp/2"]
+        assert fitting("vllm-omni", few) == ["ulysses", "ring", "all-gather-kv", "usp/2"]
+        padded = "--ulysses-degree 8 --ulysses-mode advanced_uaa"
+        assert options("vllm-omni", few)[padded].heads == (32, 32)
+        assert options("vllm-omni", replace(few, tensor_parallel=2))[padded].heads == (16, 16)
+        fewer = options("vllm-omni", replace(SERVE, model=replace(FLUX, heads=3, kv_heads=3)))[padded]
+        assert fewer.reason is None and fewer.heads == (8, 8)
+        assert options("vllm-omni", SERVE)[padded].heads is None
         assert fitting("vllm-omni", replace(SERVE, length=4610)) == ["ulysses"]  # padded, as it says
         assert not fitting("vllm-omni", replace(SERVE, model=LLAMA))
         assert options("vllm-omni", SERVE)["--ring-degree 8"].merging == BY_OPERATORS
@@ -193,7 +211,7 @@ def test_the_engine_takes_the_flags(engine: str) -> None:
     if missing:
         pytest.skip(f"{', '.join(missing)} is not installed")
     job = SERVE if engine in ("xdit", "vllm-omni") else TRAIN
-    jobs = (job, replace(job, model=FLUX)) if engine == "torchtitan" else (job,)
+    jobs = (job, replace(job, model=FLUX), replace(job, model=OSS)) if engine == "torchtitan" else (job,)
     given = [each.flags.split() for one in jobs for each in options(engine, one).values() if each.reason is None]
     text = f"import json, sys\ngiven = json.loads(sys.argv[1])\n{PARSED[engine]}"
     done = subprocess.run(

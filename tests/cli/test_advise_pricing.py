@@ -15,6 +15,7 @@ from tokenring.cli.advise.pricing import (
     Merging,
     as_run,
     choice_seconds,
+    with_heads,
 )
 from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing.auto import CallToPlan, make
@@ -78,6 +79,14 @@ def test_engines_and_ours_have_the_rates_of_the_call() -> None:
     assert isinstance(found.setting.machine.rates, ShapedRates)
     assert found.setting.interconnect is call().setting.interconnect
     assert choice_seconds(found, "ring", FUSED) > choice_seconds(call(), "ring", FUSED)  # along the edge
+
+
+def test_padded_heads_are_computed_and_exchanged_at_once() -> None:
+    assert with_heads(call(), None) is call()
+    padded = with_heads(call(), (24, 24)).setting.workload
+    assert (padded.q_heads, padded.kv_heads, padded.head_dim) == (24, 24, 128)
+    plain = choice_seconds(call(kv_heads=16), "ulysses")
+    assert plain < choice_seconds(with_heads(call(), (24, 24)), "ulysses") < 2 * plain
 
 
 def test_what_does_not_fit_is_refused() -> None:

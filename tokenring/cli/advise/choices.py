@@ -30,13 +30,15 @@ class Choice:
     """One way to run an engine.
 
     flags: as a user writes them. schedule: the one of ours that moves the same blocks. reason: why it cannot be taken;
-    None: it can. merging: how the engine merges partial results.
+    None: it can. merging: how the engine merges partial results. heads: of q and kv of a group, as the engine exchanges
+    and computes them where it pads or repeats them; None: the model's.
     """
 
     flags: str
     schedule: str
     reason: str | None = None
     merging: Merging = FUSED
+    heads: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

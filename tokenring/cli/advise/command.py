@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenring.cli.advise.engines import ENGINES, Choice, Engine, Job
-from tokenring.cli.advise.pricing import as_run, choice_seconds
+from tokenring.cli.advise.pricing import as_run, choice_seconds, with_heads
 from tokenring.cli.models import FULL_LAYER, KNOWN, ModelFacts, read_model
 from tokenring.cli.plan.options import Asked, ask
 from tokenring.cli.spelling import SIZES_TEXT, add_dtype, add_passes
@@ -103,7 +103,8 @@ def _priced(engine: Engine, job: Job, asked: dict[str, Asked]) -> list[Priced]:
             found.append(Priced(each, None, each.reason))
             continue
         try:
-            of_kinds = {kind: choice_seconds(asked[kind].call, each.schedule, each.merging) for kind in asked}
+            calls = {kind: with_heads(asked[kind].call, each.heads) for kind in asked}
+            of_kinds = {kind: choice_seconds(calls[kind], each.schedule, each.merging) for kind in asked}
             found.append(Priced(each, sum(job.model.layers[kind] * of_kinds[kind] for kind in asked)))
         except ConfigurationError as error:
             found.append(Priced(each, None, f"can be taken, but is not priced: {' '.join(str(error).split())}"))
@@ -164,7 +165,8 @@ def _why(best: Priced, fitting: list[Priced]) -> str:
 
 def _row(each: Priced) -> str:
     cost = "      no" if each.seconds is None else f"{time_text(each.seconds):>8}"
-    after = each.reason if each.seconds is None else f"moves blocks as {each.option.schedule}"
+    heads = "" if each.option.heads is None else " of {} heads of q and {} of kv".format(*each.option.heads)
+    after = each.reason if each.seconds is None else f"moves blocks as {each.option.schedule}{heads}"
     return f"  {cost}  {each.option.flags}: {after}"
 
 

@@ -16,14 +16,14 @@ def diffusers_options(job: Job) -> Iterator[Choice]:
     never = f"diffusers' {NO_CAUSAL}" if job.model.causal else None
     if job.model.heads != job.model.kv_heads:
         never = never or "diffusers' context parallelism takes no grouped heads"
-    heads, length, ring = job.model.heads, tokens_divide(job, job.ranks, TOGETHER), BY_OPERATORS_GATHERED
+    heads, length, ring = job.heads[0], tokens_divide(job, job.ranks, TOGETHER), BY_OPERATORS_GATHERED
     yield Choice(f"ring_degree={job.ranks}", GATHER, never or length, ring)
     backward = "ring_anything has no backward pass" if job.training else None
     yield Choice(f"ring_degree={job.ranks}, ring_anything=True", GATHER, never or backward, ring)
     yield Choice(f"ulysses_degree={job.ranks}", "ulysses", never or length or q_heads(heads, job.ranks))
     yield Choice(
-        f"ulysses_degree={job.ranks}, ulysses_anything=True", _padded(heads, job.ranks),
-        never or _too_few(heads, job.ranks),
+        f"ulysses_degree={job.ranks}, ulysses_anything=True", "ulysses", never or _too_few(heads, job.ranks),
+        heads=_padded(job),
     )  # fmt: skip
     for inner, outer in splits(job.ranks):
         flags = f"ulysses_degree={inner}, ring_degree={outer}"
@@ -45,10 +45,7 @@ def omni_options(job: Job) -> Iterator[Choice]:
     """Yield what `vllm serve --omni` takes, and why not. Its ring sends from rank to rank."""
     never, length, ranks = _serving(job, "vllm-omni"), tokens_divide(job, job.ranks, TOGETHER), job.ranks
     yield Choice(f"--ulysses-degree {ranks}", "ulysses", never or length or both_heads(job, ranks, "ulysses"))
-    yield Choice(
-        f"--ulysses-degree {ranks} --ulysses-mode advanced_uaa", _padded(job.model.heads, ranks),
-        never or _too_few(job.model.heads, ranks),
-    )  # fmt: skip
+    yield Choice(f"--ulysses-degree {ranks} --ulysses-mode advanced_uaa", "ulysses", never, heads=_padded(job))
     yield Choice(f"--ring-degree {ranks}", "ring", never or length, BY_OPERATORS)
     yield Choice(f"--allgather-degree {ranks}", GATHER, never or length)
     for inner, outer in splits(ranks):
@@ -63,8 +60,11 @@ def _serving(job: Job, engine: str) -> str | None:
     return f"{engine} serves: it has no backward pass" if job.training else None
 
 
-def _padded(heads: int, ranks: int) -> str:
-    return "ulysses" if heads % ranks == 0 else f"uneven/{heads}"
+def _padded(job: Job) -> tuple[int, int] | None:
+    """Return the heads with those that pad kv's to a multiple of the ranks, and q's to as many for each; None: none."""
+    heads, kv_heads = job.heads
+    padded = -(-kv_heads // job.ranks) * job.ranks
+    return None if padded == kv_heads else (heads // kv_heads * padded, padded)
 
 
 def _too_few(heads: int, ranks: int) -> str | None:

@@ -51,6 +51,14 @@ def as_run(call: CallToPlan) -> CallToPlan:
     return replace(call, setting=replace(setting, machine=shaped(setting.machine, setting.workload)))
 
 
+def with_heads(call: CallToPlan, heads: tuple[int, int] | None) -> CallToPlan:
+    """Return a call with other heads of q and kv, as of an engine that pads or repeats them; None: as it is."""
+    if heads is None:
+        return call
+    workload = replace(call.setting.workload, q_heads=heads[0], kv_heads=heads[1])
+    return replace(call, setting=replace(call.setting, workload=workload))
+
+
 def choice_seconds(call: CallToPlan, schedule: str, merging: Merging = FUSED) -> float:
     """Return the predicted seconds of a call, as of `as_run`, by the schedule that moves a choice's blocks.
 

@@ -66,7 +66,9 @@ def torchtitan_options(job: Job) -> Iterator[Choice]:
     yield Choice(f"{balancer} headtail", GATHER, sdpa, BY_OPERATORS_GATHERED)
     flex = "FlexAttention's score_mod raises under context parallelism" if model.softcap else None
     blocks = tokens_divide(job, FLEX_ROWS * job.ranks, "FlexAttention's masks are sharded in blocks of 128")
-    yield Choice(f"{balancer} ptrr", GATHER, flex or blocks)
+    # A model of several kinds of layers has a mask of each, and torchtitan balances by the one that is named.
+    mask = " --parallelism.context_parallel_ptrr_mask_key basic_mask" if len(model.layers) > 1 else ""
+    yield Choice(f"{balancer} ptrr{mask}", GATHER, flex or blocks)
 
 
 # ---------- accelerate: torch's context parallelism, or DeepSpeed's Ulysses
@@ -95,7 +97,14 @@ def _deepspeed_masks(model: ModelFacts) -> str | None:
 
 
 def _deepspeed_heads(job: Job) -> str | None:
-    """Return why heads cannot be dealt; None: they can. It repeats heads of kv where there are fewer than ranks."""
+    """Return why heads cannot be dealt; None: they can. It repeats heads of kv where there are fewer than ranks.
+
+    It asserts that a rank has all heads that the config has, and keys of the shape of values.
+    """
+    if job.tensor_parallel > 1:
+        return "DeepSpeed's Ulysses wants all heads on each rank: no tensor parallelism beside it"
+    if job.model.value_dim != job.model.head_dim:
+        return f"DeepSpeed's Ulysses wants values as wide as keys: {job.model.value_dim} is not {job.model.head_dim}"
     heads, kv_heads = job.heads
     if heads % job.ranks or (kv_heads % job.ranks and job.ranks % kv_heads):
         return f"ulysses over {job.ranks} ranks wants heads that divide: there are {heads} of q and {kv_heads} of kv"
@@ -114,10 +123,12 @@ def mindspeed_options(job: Job) -> Iterator[Choice]:
     yield Choice(f"{base} megatron_cp_algo{ring}", "ring", never)
     for window, _ in splits(ranks):
         yield Choice(f"{base} megatron_cp_algo --cp-window-size {window}{ring}", f"double-ring/{window}", never)
-    yield Choice(f"{base} ulysses_cp_algo{mask}", "ulysses", never or _mindspeed_heads(job, ranks))
+    yield Choice(
+        f"{base} ulysses_cp_algo{mask}", "ulysses", never or _mindspeed_heads(job, ranks), heads=_repeated(job, ranks)
+    )
     for inner, _ in splits(ranks):
         flags = f"{base} hybrid_cp_algo --ulysses-degree-in-cp {inner}{ring}"
-        yield Choice(flags, f"usp/{inner}", never or _mindspeed_heads(job, inner))
+        yield Choice(flags, f"usp/{inner}", never or _mindspeed_heads(job, inner), heads=_repeated(job, inner))
     causal = None if model.causal else "kvallgather_cp_algo takes causal masks only"
     yield Choice(f"{base} kvallgather_cp_algo{mask}", GATHER, never or causal)
 
@@ -134,9 +145,17 @@ def _mindspeed_never(job: Job) -> str | None:
 
 
 def _mindspeed_heads(job: Job, over: int) -> str | None:
-    """Return why q's heads cannot be dealt; None: they can. Heads of kv are repeated where they are too few."""
-    heads = job.heads[0]
+    """Return why heads cannot be dealt; None: they can. Heads of kv are repeated where there are fewer than ranks."""
+    heads, kv_heads = job.heads
+    if kv_heads >= over:
+        return both_heads(job, over, "ulysses")
     return None if heads % over == 0 else f"ulysses over {over} ranks wants q heads that divide: there are {heads}"
+
+
+def _repeated(job: Job, over: int) -> tuple[int, int] | None:
+    """Return the heads where fewer of kv than ranks are repeated, to as many as q has, before they are exchanged."""
+    heads, kv_heads = job.heads
+    return (heads, heads) if kv_heads < over else None
 
 
 TRAINING = (
