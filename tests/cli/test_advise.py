@@ -64,6 +64,13 @@ class TestModels:
             facts_of({**LLAMA, "layer_types": ["linear_attention"]}, "x")
         with pytest.raises(ConfigurationError, match="num_attention_heads is None"):
             facts_of({}, "x")
+        for wrong in (
+            {"layer_types": 5}, {"layer_types": [1, "full_attention"]}, {"text_config": [1]},
+            {"sliding_window": "wide"}, {"sliding_window": -4},
+            {"layer_types": ["chunked_attention"], "attention_chunk_size": "long"},
+        ):  # fmt: skip
+            with pytest.raises(ConfigurationError, match=f"--model x: {list(wrong)[-1]} is "):
+                facts_of({**LLAMA, **wrong}, "x")
         with pytest.raises(ConfigurationError, match=r"no such file.*llama-3\.1-8b"):
             read_model("llama-3.1-9b")
         config = tmp_path / "config.json"

@@ -103,6 +103,8 @@ def facts_of(config: Mapping[str, Any], name: str) -> ModelFacts:
         layers = sum(_number(config, each, name) for each in ("num_layers", "num_single_layers") if each in config)
         return ModelFacts(name, heads, heads, dim, dim, {FULL_LAYER: max(1, layers)}, causal=False)
     config = config.get("text_config") or config
+    if not isinstance(config, Mapping):
+        raise ConfigurationError(f"--model {name}: text_config is {config!r}: give a config with an object there")
     heads = _number(config, "num_attention_heads", name)
     count = _number(config, "num_hidden_layers", name)
     value_dim = dim = _head_dim(config, heads, name)
@@ -110,7 +112,7 @@ def facts_of(config: Mapping[str, Any], name: str) -> ModelFacts:
     if config.get("kv_lora_rank"):  # multi-latent attention: training attends with as many heads of keys
         dim, kv_heads = _number(config, "qk_nope_head_dim", name) + _number(config, "qk_rope_head_dim", name), heads
         value_dim = _number(config, "v_head_dim", name)
-    kinds = _layer_kinds(config, count)
+    kinds = _layer_kinds(config, count, name)
     unknown = set(kinds) - {FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER}
     if unknown:
         raise ConfigurationError(
@@ -118,20 +120,26 @@ def facts_of(config: Mapping[str, Any], name: str) -> ModelFacts:
         )
     return ModelFacts(
         name, heads, kv_heads, dim, value_dim, kinds, True,
-        config.get("sliding_window") if SLIDING_LAYER in kinds else None,
-        config.get("attention_chunk_size") if CHUNKED_LAYER in kinds else None,
+        _size_of_kind(config, "sliding_window", SLIDING_LAYER in kinds, name),
+        _size_of_kind(config, "attention_chunk_size", CHUNKED_LAYER in kinds, name),
         bool(config.get("attn_logit_softcapping")), config.get("model_type") == "gpt_oss",
     )  # fmt: skip
 
 
-def _layer_kinds(config: Mapping[str, Any], count: int) -> dict[str, int]:
+def _layer_kinds(config: Mapping[str, Any], count: int, name: str) -> dict[str, int]:
     listed = config.get("layer_types")
     if listed:
+        if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
+            raise ConfigurationError(f"--model {name}: layer_types is {listed!r}: give a config with a list of names")
         return {kind: listed.count(kind) for kind in sorted(set(listed))}
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return {FULL_LAYER: count}
     half = count // 2 if config.get("model_type") in ALTERNATING else 0
     return {FULL_LAYER: half, SLIDING_LAYER: count - half} if half else {SLIDING_LAYER: count}
+
+
+def _size_of_kind(config: Mapping[str, Any], key: str, has_kind: bool, name: str) -> int | None:
+    return _number(config, key, name) if has_kind and config.get(key) is not None else None
 
 
 def _head_dim(config: Mapping[str, Any], heads: int, name: str) -> int:
