@@ -3,10 +3,11 @@
     benchmarks/advise_published.py [--rows REGEX] [--all] [--planner]
 
 A pair is two rows of one machine, with the same sizes, mask, passes and layout, that differ by the schedule. Each row
-is priced as `tokenring advise` prices a choice. Every second row, by the order of the ids, is set aside: nothing is
-ever adapted to these. Rows of "side_by_side" came after all prices: steps of whole models, of which attention is a
-part, and ratios of two times. Of them the order is compared, and no time. --all also lists the pairs; --planner
-leaves out what advice adds to the planner's prices.
+is priced as `tokenring advise` prices a choice. Every second row, by the order of the ids, is set aside: no parameter
+is fitted to these, but what advise adds was looked for after a comparison of all pairs, theirs too. Rows of
+"side_by_side" came after all prices: steps of whole models, of which attention is a part, and ratios of two times. Of
+them the order is compared, and no time. --all also lists the pairs; --planner leaves out what advice adds to the
+planner's prices.
 """
 
 from __future__ import annotations
