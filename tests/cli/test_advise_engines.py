@@ -104,12 +104,14 @@ class TestDiffusion:
         assert {each.reason for each in found.values()} == {None}
         assert found["--ring_degree 8"].merging.gathered and found["--ulysses_degree 8"].merging == FUSED
         assert found["--ulysses_degree 2 --ring_degree 4"].merging == BY_OPERATORS
+        uneven = replace(SERVE, length=4610)
+        assert fitting("xdit", uneven) == fitting("xdit", SERVE) and ENGINES["xdit"].lengths(SERVE) is None
+        assert "pad sequences to a multiple of 8" in str(ENGINES["xdit"].lengths(uneven))
         few = replace(FLUX, heads=12, kv_heads=12)
         assert fitting("xdit", replace(SERVE, model=few)) == ["all-gather-kv", "usp/2", "usp/4"]
         assert "there are 12 of q" in reasons("xdit", replace(SERVE, model=few))
         for job, why in (
             (replace(SERVE, model=LLAMA), "no causal masks"), (replace(SERVE, training=True), "no backward pass"),
-            (replace(SERVE, length=4610), "do not divide by 8"),
         ):  # fmt: skip
             assert not fitting("xdit", job) and why in reasons("xdit", job)
 

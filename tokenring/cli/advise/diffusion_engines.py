@@ -32,13 +32,20 @@ def diffusers_options(job: Job) -> Iterator[Choice]:
 
 def xdit_options(job: Job) -> Iterator[Choice]:
     """Yield what `xdit` takes, and why not. Its ring is torch's, which gathers all blocks by default."""
-    never = _serving(job, "xDiT") or tokens_divide(job, job.ranks, TOGETHER)
+    never = _serving(job, "xDiT")
     ranks = job.ranks
     yield Choice(f"--ulysses_degree {ranks}", "ulysses", never or both_heads(job, ranks, "ulysses"))
     yield Choice(f"--ring_degree {ranks}", GATHER, never, BY_OPERATORS_GATHERED)
     for inner, outer in splits(ranks):
         flags = f"--ulysses_degree {inner} --ring_degree {outer}"
         yield Choice(flags, f"usp/{inner}", never or both_heads(job, inner, "ulysses"), BY_OPERATORS)
+
+
+def xdit_pads(job: Job) -> str | None:
+    """Return what xDiT does about a length that the ranks do not divide, in most of its models; None: they do."""
+    if job.length % job.ranks == 0:
+        return None
+    return f"Flux, Qwen-Image, Wan and LTX pad sequences to a multiple of {job.ranks}; see whether another model does"
 
 
 def omni_options(job: Job) -> Iterator[Choice]:
@@ -76,6 +83,6 @@ def _too_few(heads: int, ranks: int) -> str | None:
 
 DIFFUSION = (
     Engine("diffusers", "diffusers 0.42", "contiguous", diffusers_options, any_length),
-    Engine("xdit", "xDiT (xfuser) 0.7", "contiguous", xdit_options, any_length),
+    Engine("xdit", "xDiT (xfuser) 0.7", "contiguous", xdit_options, xdit_pads),
     Engine("vllm-omni", "vllm-omni 0.30", "contiguous", omni_options, any_length),
 )
