@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from patience import patient
@@ -57,6 +58,9 @@ class TestTraining:
 
     def test_accelerate(self) -> None:
         assert fitting("accelerate", TRAIN) == ["all-gather-kv", "ring", "ulysses"]
+        *torch_own, deepspeed = options("accelerate", TRAIN)
+        assert all(each.startswith("--use_fsdp --fsdp_version 2 --use_parallelism_config ") for each in torch_own)
+        assert deepspeed.startswith("--config_file ") and "--use_parallelism_config" not in deepspeed
         assert fitting("accelerate", replace(TRAIN, model=replace(GEMMA, heads=16))) == ["ulysses"]
         assert any("flash_attention_2" in flags for flags in options("accelerate", replace(TRAIN, model=GEMMA)))
         assert not fitting("accelerate", replace(TRAIN, model=OSS))
@@ -144,11 +148,16 @@ for words in given:
 """,
     "accelerate": """
 from accelerate import ParallelismConfig
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import TorchContextParallelConfig
 from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig
+with open("deepspeed.yaml", "w") as file:
+    file.write("compute_environment: LOCAL_MACHINE\\ndistributed_type: DEEPSPEED\\nnum_processes: 8\\n")
+    file.write("num_machines: 1\\nparallelism_config:\\n  parallelism_config_sp_size: 2\\n")
 for words in given:
     asked = launch_command_parser().parse_args([*words, "train.py"])
+    asked, *_ = _validate_launch_command(asked)
+    assert asked.use_parallelism_config
     cp, sp = asked.parallelism_config_cp_size, asked.parallelism_config_sp_size
     assert (cp, sp) in ((8, 1), (1, 8)) and asked.training_script == "train.py"
     ParallelismConfig(
@@ -207,7 +216,7 @@ MODULES = {
 @pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize("engine", PARSED)
-def test_the_engine_takes_the_flags(engine: str) -> None:
+def test_the_engine_takes_the_flags(engine: str, tmp_path: Path) -> None:
     """Its own parser and configuration classes take each choice that can be taken, in the installed version."""
     missing = [name for name in MODULES[engine] if importlib.util.find_spec(name) is None]
     if missing:
@@ -217,6 +226,7 @@ def test_the_engine_takes_the_flags(engine: str) -> None:
     given = [each.flags.split() for one in jobs for each in options(engine, one).values() if each.reason is None]
     text = f"import json, sys\ngiven = json.loads(sys.argv[1])\n{PARSED[engine]}"
     done = subprocess.run(
-        [sys.executable, "-c", text, json.dumps(given)], capture_output=True, text=True, timeout=patient(100)
-    )
+        [sys.executable, "-c", text, json.dumps(given)], capture_output=True, text=True, timeout=patient(100),
+        cwd=tmp_path,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -75,14 +75,23 @@ def torchtitan_options(job: Job) -> Iterator[Choice]:
 
 
 def accelerate_options(job: Job) -> Iterator[Choice]:
-    """Yield what `accelerate launch` takes, and why not."""
+    """Yield what `accelerate launch` takes, and why not.
+
+    It drops parallelism flags in silence without --use_parallelism_config, which it takes with FSDP 2 alone; for
+    DeepSpeed a config file with a parallelism_config stands for it.
+    """
     model, ranks = job.model, job.ranks
     never = None if model.causal else "accelerate's context parallelism makes every attention causal"
     plain = never or plain_causal(model, "context parallelism by torch")
-    base = f"--parallelism_config_cp_size {ranks} --parallelism_config_cp_comm_strategy"
+    base = (
+        f"--use_fsdp --fsdp_version 2 --use_parallelism_config --parallelism_config_cp_size {ranks} "
+        "--parallelism_config_cp_comm_strategy"
+    )
     yield Choice(f"{base} allgather", GATHER, plain, BY_OPERATORS_GATHERED)
     yield Choice(f"{base} alltoall", "ring", plain, BY_OPERATORS)
-    flags = f"--parallelism_config_sp_size {ranks} --parallelism_config_sp_backend deepspeed"
+    flags = (
+        f"--config_file deepspeed.yaml --parallelism_config_sp_size {ranks} --parallelism_config_sp_backend deepspeed"
+    )
     implementation = "flash_attention_2" if model.window is not None or model.softcap else "sdpa"
     yield Choice(
         f"{flags} --parallelism_config_sp_attn_implementation {implementation}", "ulysses",
