@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from tokenring.cli.plan.options import first_ranks
 from tokenring.ir.schedule_data import Pass
+from tokenring.planner.choosing.auto import CallToPlan
 from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.wiring import interconnect_of
 from tokenring.planner.machines.devices import DeviceFigures, device_figures
@@ -167,10 +169,7 @@ def _seconds(row: Row, net: Interconnect, machine: Machine) -> float:
 
 
 def _call(row: Row, net: Interconnect, machine: Machine, mask: Mask) -> float:
-    size = Workload(
-        row["batch"], row["seq_len"], row["seq_len"], row["q_heads"], row["kv_heads"], row["head_dim"],
-        DTYPES[row["dtype"]],
-    )  # fmt: skip
+    size = _size(row)
     step = re.search(r"one step(?: \(([0-9 and]+)\))?", row["measured"])
     total = 0.0
     for direction in PASSES[row["passes"]]:
@@ -180,6 +179,22 @@ def _call(row: Row, net: Interconnect, machine: Machine, mask: Mask) -> float:
         if step is not None:
             return step_seconds(found.outcomes[0], [int(each) for each in re.findall("[0-9]+", step[1] or "")])
     return total
+
+
+def call_of(row: Row) -> CallToPlan:
+    """The row's call as `tokenring plan` and `tokenring advise` have it, in the row's layout."""
+    net, machine = _where(row)
+    net = first_ranks(net, row["world_size"])
+    setting = Setting(_size(row), net, machine, PASSES[row["passes"]], _any_patch)
+    layout = layout_of(row)
+    return CallToPlan(setting, layout, layout, _mask(row))
+
+
+def _size(row: Row) -> Workload:
+    return Workload(
+        row["batch"], row["seq_len"], row["seq_len"], row["q_heads"], row["kv_heads"], row["head_dim"],
+        DTYPES[row["dtype"]],
+    )  # fmt: skip
 
 
 def _any_patch(patch: Patch) -> str | None:

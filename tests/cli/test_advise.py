@@ -86,9 +86,15 @@ class TestModels:
             facts_of({**LLAMA, "layer_types": ["linear_attention"]}, "x")
         with pytest.raises(ConfigurationError, match="num_attention_heads is None"):
             facts_of({}, "x")
-        for key, odd in (("text_config", "x"), ("layer_types", [1]), ("layer_types", 1), ("sliding_window", "4k")):
+        for key, odd in (
+            ("text_config", "x"), ("text_config", [1]), ("layer_types", [1]), ("layer_types", 1),
+            ("layer_types", [1, "full_attention"]), ("sliding_window", "4k"), ("sliding_window", -4),
+        ):  # fmt: skip
             with pytest.raises(ConfigurationError, match=re.escape(f"--model x: {key} is {odd!r}: give a config with")):
                 facts_of({**LLAMA, key: odd}, "x")
+        chunked = {**LLAMA, "layer_types": ["chunked_attention"], "attention_chunk_size": "long"}
+        with pytest.raises(ConfigurationError, match="--model x: attention_chunk_size is 'long'"):
+            facts_of(chunked, "x")
         with pytest.raises(ConfigurationError, match=r"no such file.*llama-3\.1-8b"):
             read_model("llama-3.1-9b")
         config = tmp_path / "config.json"
@@ -138,10 +144,15 @@ class TestEngines:
         training = list(ENGINES["diffusers"].options(replace(job, length=4609, training=True)))
         without = [each.reason for each in training if "ring_anything" in each.flags]
         assert without == ["ring_anything has no backward pass"]
-        few = reasons("diffusers", replace(job, model=replace(KNOWN["flux.1-dev"], heads=30, kv_heads=30)))
-        assert few["ulysses"] and few["uneven/30"] is None and few["usp/2"] is None and few["usp/4"]
-        none = reasons("diffusers", replace(job, model=replace(KNOWN["flux.1-dev"], heads=3, kv_heads=3)))
-        assert none["uneven/3"] == "ulysses_anything would add 5 heads, and a rank would have 1"
+        few = replace(job, model=replace(KNOWN["flux.1-dev"], heads=30, kv_heads=30))
+        padded = "ulysses_degree=8, ulysses_anything=True"
+        found = {each.flags: each for each in ENGINES["diffusers"].options(few)}
+        assert found[padded].reason is None and found[padded].heads == (32, 32)
+        assert reasons("diffusers", few)["ulysses"] and reasons("diffusers", few)["usp/2"] is None
+        assert reasons("diffusers", few)["usp/4"]
+        none = replace(job, model=replace(KNOWN["flux.1-dev"], heads=3, kv_heads=3))
+        (why,) = (each.reason for each in ENGINES["diffusers"].options(none) if each.flags == padded)
+        assert why == "padding would add 5 heads, and a rank would have 1"
         for model, why in ((KNOWN["llama-3.1-8b"], "causal"), (replace(KNOWN["flux.1-dev"], kv_heads=8), "grouped")):
             assert all(why in str(each) for each in reasons("diffusers", replace(job, model=model)).values())
 
@@ -217,7 +228,7 @@ def test_a_model_that_an_engine_does_not_compute() -> None:
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (("--engine", "vllm", "--model", "llama-3.1-8b", *SMALL), "--engine vllm: choose one of megatron, diffusers"),
+        (("--engine", "vllm", "--model", "llama-3.1-8b", *SMALL), "--engine vllm: choose one of megatron, torchtitan"),
         (("--engine", "megatron", "--model", "nothing", *SMALL), "there is no such file"),
         (("--engine", "megatron", "--model", "llama-3.1-8b", *SMALL, "--tp", "2"), "one rank shares no sequence"),
     ],

@@ -71,13 +71,21 @@ class Rates:
     ) -> float:
         """Return the seconds of one kernel call on a patch with `heads` query heads. value_dim None: as head_dim."""
         a_pair = flops_per_pair(direction, head_dim, head_dim if value_dim is None else value_dim, operator)
-        flops = a_pair * batch * heads * patch.pairs()
+        flops = a_pair * batch * heads * self.pairs(patch)
         rate = self.tflops(direction, min(patch.rows, patch.cols))
         return self.call_seconds + flops / (rate * 1e12)
+
+    def pairs(self, patch: Patch) -> float:
+        """Return the pairs that a kernel takes the time of: those that are visible."""
+        return patch.pairs()
 
     def copy_seconds(self, nbytes: float) -> float:
         """Return the seconds of a copy or merge that reads and writes `nbytes` bytes in all."""
         return self.op_seconds + nbytes / (self.copy_gbs * 1e9)
+
+    def results_seconds(self, nbytes: float, merges: int) -> float:
+        """Return the seconds of results that touch `nbytes` bytes: some merged by log-sum-exp, others copied, added."""
+        return self.copy_seconds(nbytes) + merges * self.merge_seconds
 
 
 def constant(tflops: float, source: str = "given", copy_gbs: float = math.inf) -> Rates:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenring.cli.advise.engines import ENGINES, Choice, Engine, Job
+from tokenring.cli.advise.pricing import as_run, choice_seconds, with_heads
 from tokenring.cli.models import FULL_LAYER, KNOWN, ModelFacts, read_model
 from tokenring.cli.plan.options import Asked, ask
 from tokenring.cli.spelling import SIZES_TEXT, add_dtype, add_passes
@@ -21,11 +22,9 @@ from tokenring.display.units import time_text
 from tokenring.errors import ConfigurationError
 from tokenring.gc_pause import no_collection
 from tokenring.nearest import hint
-from tokenring.planner.choosing.auto import forecast_call, make
 from tokenring.planner.choosing.kept_plans import plan_or_forecast_kept
 from tokenring.planner.choosing.plan import Forecast
 from tokenring.planner.machines.presets import PRESETS
-from tokenring.planner.simulation.predict import predict
 from tokenring.sequence.sizes import read_size
 
 FORMAT, VERSION = "tokenring-advice", 1
@@ -90,10 +89,11 @@ def _asked(options: argparse.Namespace, model: ModelFacts, engine: Engine) -> di
         "heads": model.heads, "kv_heads": model.kv_heads, "dim": model.head_dim, "value_dim": model.value_dim,
         "layout": engine.layout, "schedules": None, "all": False, "rates": None, "transport": None,
     }  # fmt: skip
-    return {
-        kind: ask(argparse.Namespace(**{**vars(options), **sizes, "mask": model.mask_of(kind)}))
-        for kind in model.layers
-    }
+    found = {}
+    for kind in model.layers:
+        asked = ask(argparse.Namespace(**{**vars(options), **sizes, "mask": model.mask_of(kind)}))
+        found[kind] = replace(asked, call=as_run(asked.call))
+    return found
 
 
 def _priced(engine: Engine, job: Job, asked: dict[str, Asked]) -> list[Priced]:
@@ -103,23 +103,12 @@ def _priced(engine: Engine, job: Job, asked: dict[str, Asked]) -> list[Priced]:
             found.append(Priced(each, None, each.reason))
             continue
         try:
-            seconds = sum(job.model.layers[kind] * _seconds(asked[kind], each.schedule) for kind in asked)
-            found.append(Priced(each, seconds))
+            calls = {kind: with_heads(asked[kind].call, each.heads) for kind in asked}
+            of_kinds = {kind: choice_seconds(calls[kind], each.schedule, each.merging) for kind in asked}
+            found.append(Priced(each, sum(job.model.layers[kind] * of_kinds[kind] for kind in asked)))
         except ConfigurationError as error:
             found.append(Priced(each, None, f"can be taken, but is not priced: {' '.join(str(error).split())}"))
     return found
-
-
-def _seconds(asked: Asked, schedule: str) -> float:
-    """Return the predicted time of one layer's attention by a schedule. Raises ConfigurationError."""
-    call = asked.call
-    try:
-        return predict(make(call, schedule), call.setting).seconds
-    except ConfigurationError:
-        found = forecast_call(replace(call, families=(schedule,))).candidates[0].predicted_seconds
-        if found is None:
-            raise
-        return found
 
 
 def _own(asked: dict[str, Asked], model: ModelFacts) -> tuple[str, float | None]:
@@ -176,7 +165,8 @@ def _why(best: Priced, fitting: list[Priced]) -> str:
 
 def _row(each: Priced) -> str:
     cost = "      no" if each.seconds is None else f"{time_text(each.seconds):>8}"
-    after = each.reason if each.seconds is None else f"moves blocks as {each.option.schedule}"
+    heads = "" if each.option.heads is None else " of {} heads of q and {} of kv".format(*each.option.heads)
+    after = each.reason if each.seconds is None else f"moves blocks as {each.option.schedule}{heads}"
     return f"  {cost}  {each.option.flags}: {after}"
 
 

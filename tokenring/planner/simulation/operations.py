@@ -275,8 +275,7 @@ class _Maker:
         return TOUCHED[result.first] * self._nbytes(result.into)
 
     def _copy(self, nbytes: int, step: int, label: str, merges: int = 0) -> Compute:
-        rates = self.costs.rates
-        return Compute(rates.copy_seconds(nbytes) + merges * rates.merge_seconds, False, step, label)
+        return Compute(self.costs.rates.results_seconds(nbytes, merges), False, step, label)
 
     def _nbytes(self, span: Span) -> int:
         return self.row_bytes[span.slot] * span.rows
