@@ -196,6 +196,7 @@ from mindspeed_llm.features_manager.context_parallel.ulysses_context_parallel im
 for words in given:
     parser = argparse.ArgumentParser()
     parser.add_argument("--context-parallel-size", type=int)
+    parser.add_argument("--transformer-impl")
     ContextParallelFeature().register_args(parser)
     UlyssesContextParallelFeature().register_args(parser)
     asked = parser.parse_args(words)
@@ -205,8 +206,17 @@ for words in given:
     )
     ContextParallelFeature().validate_args(asked)
     UlyssesContextParallelFeature().validate_args(asked)
+    assert asked.context_parallel_algo != "kvallgather_cp_algo" or asked.transformer_impl == "transformer_engine"
 """,
 }
+
+
+def test_keys_are_gathered_where_the_engine_gathers_them() -> None:
+    """MindSpeed-LLM does so in its class for TransformerEngine alone."""
+    (gathers,) = [each for each in options("mindspeed-llm", TRAIN) if "kvallgather" in each]
+    assert gathers.endswith(" --transformer-impl transformer_engine")
+
+
 MODULES = {
     "torchtitan": ("torchtitan",), "accelerate": ("accelerate",), "xdit": ("xfuser",),
     "vllm-omni": ("vllm_omni", "vllm"), "mindspeed-llm": ("mindspeed_llm", "mindspeed"),

@@ -139,7 +139,8 @@ def mindspeed_options(job: Job) -> Iterator[Choice]:
         flags = f"{base} hybrid_cp_algo --ulysses-degree-in-cp {inner}{ring}"
         yield Choice(flags, f"usp/{inner}", never or _mindspeed_heads(job, inner), heads=_repeated(job, inner))
     causal = None if model.causal else "kvallgather_cp_algo takes causal masks only"
-    yield Choice(f"{base} kvallgather_cp_algo{mask}", GATHER, never or causal)
+    gathers = " --transformer-impl transformer_engine"  # with the local one each rank attends to its own tokens alone
+    yield Choice(f"{base} kvallgather_cp_algo{mask}{gathers}", GATHER, never or causal)
 
 
 def _mindspeed_never(job: Job) -> str | None:
