@@ -97,6 +97,8 @@ class TestModels:
             facts_of(chunked, "x")
         with pytest.raises(ConfigurationError, match=r"no such file.*llama-3\.1-8b"):
             read_model("llama-3.1-9b")
+        with pytest.raises(ConfigurationError, match="no such file"):
+            read_model("x" * 5000)
         config = tmp_path / "config.json"
         config.write_text("[]")
         with pytest.raises(ConfigurationError, match="no object at its top"):

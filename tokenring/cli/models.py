@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,8 +87,8 @@ def read_model(text: str, option: str = "--model") -> ModelFacts:
     if name in KNOWN:
         return KNOWN[name]
     path = Path(text)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.exists():
+    path = path / "config.json" if os.path.isdir(path) else path
+    if not os.path.exists(path):  # False, too, of what is too long for a name
         raise ConfigurationError(
             f"{option} {text}: there is no such file, and the models known by name are {', '.join(KNOWN)}"
             f"{hint(text.lower(), [*KNOWN, *ALSO])}; give the model's config.json"

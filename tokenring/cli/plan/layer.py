@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from tokenring.cli.models import FULL_LAYER, ModelFacts, read_model
 from tokenring.cli.plan.layouts import planned_in_layouts
-from tokenring.cli.plan.operators import MOST_RANKS
+from tokenring.cli.plan.operators import MOST_RANKS, at_rates_of_products, refuse_given
 from tokenring.cli.plan.options import DTYPES, Asked, ask, first_ranks, several_hosts, where
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.planner.choosing.auto import call_bound
@@ -55,16 +55,6 @@ class PlannedLayer:
     attention_bound_seconds: float
 
 
-def check_given(given: argparse.Namespace) -> None:
-    """Raise ConfigurationError for options that say nothing of a layer. given: the options without their defaults."""
-    for each in OF_OTHERS:
-        if getattr(given, each, None) not in (None, False):
-            raise ConfigurationError(
-                f"--{each.replace('_', '-')} does not go with --layer, whose sizes are the model's and whose ranks are "
-                f"--tp × --cp"
-            )
-
-
 def planned_layer(
     options: argparse.Namespace, given: argparse.Namespace, environment: Mapping[str, str]
 ) -> PlannedLayer:
@@ -82,7 +72,7 @@ def planned_layer(
 
 
 def _asked(options: argparse.Namespace, given: argparse.Namespace) -> AskedLayer:
-    check_given(given)
+    refuse_given(given, OF_OTHERS, "--layer, whose sizes are the model's and whose ranks are --tp × --cp")
     if options.dtype == "fp16":
         raise UnsupportedError("--dtype fp16: the linear layers of --layer take fp32 and bf16")
     model, tp, cp = read_model(options.layer, "--layer"), options.tp, 1 if options.cp is None else options.cp
@@ -139,9 +129,7 @@ def _of_ranks(options: argparse.Namespace, tp: int, cp: int) -> tuple[Interconne
         )
     if ranks < whole.world_size:
         notes += (f"the other {whole.world_size - ranks} ranks of {whole.name} are taken to be idle",)
-    # Products of both passes are plain ones: the rate of attention's forward is the nearest that is known.
-    machine = replace(machine, rates=replace(machine.rates, backward=machine.rates.forward))
-    return first_ranks(whole, ranks), machine, notes
+    return first_ranks(whole, ranks), at_rates_of_products(machine), notes
 
 
 def _features(model: ModelFacts, tp: int) -> tuple[dict[str, int], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 
@@ -26,6 +26,7 @@ from tokenring.planner.simulation.predict import Setting
 from tokenring.schedule.families.registry import is_known, parse
 from tokenring.sequence.sizes import read_size
 from tokenring.sequence.workload import Workload
+from tokenring.tables.rates import Machine
 
 SEQ, FEATURES, WIDTH, BYTES = "8k", "28k", "8k", "16M"
 OF_ATTENTION = {  # options that say nothing of a linear layer, by their names in the parser
@@ -60,11 +61,24 @@ def check_given(name: str, given: argparse.Namespace) -> None:
     given: the options without their defaults.
     """
     stray = OF_ATTENTION | (OF_LAYERS if name in COLLECTIVES else OF_COLLECTIVES)
-    for each in sorted(stray):
+    sizes = "--bytes" if name in COLLECTIVES else "--seq, --features, --width"
+    refuse_given(given, sorted(stray), f"--operator {name}, whose sizes are {sizes}")
+
+
+def refuse_given(given: argparse.Namespace, names: Iterable[str], what: str) -> None:
+    """Raise ConfigurationError for the first of these options that is among those given: it does not go with what."""
+    for each in names:
         if getattr(given, each, None) not in (None, False):
             spelled = "pass" if each == "passes" else each.replace("_", "-")
-            sizes = "--bytes" if name in COLLECTIVES else "--seq, --features, --width"
-            raise ConfigurationError(f"--{spelled} does not go with --operator {name}, whose sizes are {sizes}")
+            raise ConfigurationError(f"--{spelled} does not go with {what}")
+
+
+def at_rates_of_products(machine: Machine) -> Machine:
+    """Return the machine as linear layers find it: both passes are plain products.
+
+    The rate of attention's forward is the nearest to theirs that is known.
+    """
+    return replace(machine, rates=replace(machine.rates, backward=machine.rates.forward))
 
 
 def operator_call(options: argparse.Namespace, given: argparse.Namespace) -> OperatorCall:
@@ -77,8 +91,7 @@ def operator_call(options: argparse.Namespace, given: argparse.Namespace) -> Ope
     topology, notes = several_hosts(options.topology, options.ranks)
     net, machine = where(topology, dtype, options)
     net = first_ranks(replace(net, notes=(*notes, *net.notes)), options.ranks)
-    # Products of both passes are plain ones: the rate of attention's forward is the nearest that is known.
-    machine = replace(machine, rates=replace(machine.rates, backward=machine.rates.forward))
+    machine = at_rates_of_products(machine)
     ranks, nbytes = net.world_size, None
     if ranks > MOST_RANKS:
         raise ConfigurationError(

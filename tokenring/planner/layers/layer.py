@@ -8,7 +8,7 @@ operator is simulated on the wires that are left for its group while all groups 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from tokenring.errors import ConfigurationError
@@ -108,7 +108,7 @@ class LayerPlan:
 
     costs: tuple[OperatorCost, ...]
     stays: Mapping[str, str]
-    pair_seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    pair_seconds: Mapping[str, Mapping[str, float]]
 
     @property
     def seconds(self) -> float:
@@ -127,7 +127,7 @@ class LayerPlan:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that the rank sends that sends most of each."""
+        """Bytes that a rank sends at most: of each operator those of its busiest rank."""
         return sum(each.sent_bytes for each in self.costs)
 
     def unfused_seconds(self, by: str) -> float:
