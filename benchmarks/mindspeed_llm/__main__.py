@@ -79,12 +79,12 @@ def of_script(
     sources = [os.environ[name] for name in SOURCES]
     pools = NpuPools()
     try:
-        with pools.expendable(1) as one:
-            one.within(SECONDS, llm_step.start, sources, shrunk(flags, 1, splits.flags_of_whole()), False)
-            (wanted,) = one.within(SECONDS, llm_step.whole)
         with pools.expendable(ranks * splits.ranks) as several:
             ours = [*shrunk(flags, ranks, splits.flags()), *tokenrings]
             replaced = several.within(SECONDS, llm_step.start, sources, ours, True)[0]
+            with pools.expendable(1) as one:
+                one.within(SECONDS, llm_step.start, sources, shrunk(flags, 1, splits.flags_of_whole()), False)
+                (wanted,) = one.within(SECONDS, llm_step.whole)
             of_ranks = several.within(SECONDS, llm_step.errors, wanted)
             latents = several(llm_step.latent_layers)[0]
     except RankError as error:
