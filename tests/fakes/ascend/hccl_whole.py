@@ -36,7 +36,7 @@ class WholeTensors:
         return self._collective("reduce_scatter_single", [given], [output], run)  # type: ignore[no-any-return]
 
     def allgather(self: Any, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        """Tensors of all ranks, by sends and receives where their sizes differ: Gloo wants equal ones."""
+        """Gather a tensor of each rank, by sends and receives where their sizes differ: Gloo wants equal ones."""
 
         def run(gloo: Any, given: list[torch.Tensor], into: list[torch.Tensor]) -> Any:
             if len({x.shape for x in into}) == 1:
@@ -48,7 +48,7 @@ class WholeTensors:
     def reduce_scatter(
         self: Any, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> Work:
-        """This rank's sum over the ranks' tensors for it."""
+        """Sum the ranks' tensors for this rank."""
 
         def run(gloo: Any, given: list[torch.Tensor], into: list[torch.Tensor]) -> Any:
             parts = [torch.empty_like(into[0]) for _ in given]
@@ -59,7 +59,7 @@ class WholeTensors:
         return self._collective("reduce_scatter", inputs[0], outputs, run)  # type: ignore[no-any-return]
 
     def alltoall(self: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        """By sends and receives: Gloo has no all_to_all of lists."""
+        """Exchange tensors by sends and receives: Gloo has no all_to_all of lists."""
         return self._collective("all_to_all", inputs, outputs, _exchanged)  # type: ignore[no-any-return]
 
     def all_to_all_single(
