@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import torch
@@ -127,6 +127,11 @@ class Cell:
         return float(f"{a_pair * pairs / self.ranks / seconds / 1e12:.3g}")
 
     @property
+    def call_seconds(self) -> float:
+        """Of each call of a kernel, beside what it computes."""
+        return 0.0
+
+    @property
     def target(self) -> Target:
         """Of what moves its messages."""
         return transport_target("gloo")
@@ -135,6 +140,7 @@ class Cell:
         """What is planned for, with the figures of the emulation; target: of its transport, if not as it is now."""
         rate = self.tflops if tflops is None else tflops
         machine = sleeping_machine(rate, self.shape, cores=CORES)
+        machine = replace(machine, rates=replace(machine.rates, call_seconds=self.call_seconds))
         net = interconnect_of_shape(self.shape)
         setting = Setting(self.workload, net, machine, self.directions, target=target or self.target)
         return CallToPlan(setting, self.layout, self.layout, self.the_mask, everything=everything)

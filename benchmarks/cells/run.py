@@ -1,10 +1,11 @@
 """Measure every cell with every schedule that fits, on shaped links; resumable.
 
     sudo python benchmarks/cells/run.py [--out docs/cells.csv] [--rounds 9] [--seconds 60] [--only SUBSTRING]
-        [--limit N] [--within FACTOR]
+        [--limit N] [--within FACTOR] [--launches]
 
 Appends a row for each schedule of each cell that is not in the file yet. Needs root and a quiet machine.
-benchmarks/cells/report.py says what came of it.
+benchmarks/cells/report.py says what came of it. With --launches the cells are those of launch_cells.py: each call of a
+kernel costs a launch, as a sleep.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ REPO = HERE.parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "tests" / "support"), str(HERE)]
 
 from grid import Cell, cells  # noqa: E402
+from launch_cells import launch_cells  # noqa: E402
 from shaped import measured  # noqa: E402
 
 from tokenring.emulate import Emulated  # noqa: E402
@@ -47,9 +49,11 @@ def main() -> int:
     within = "only schedules predicted to take at most so many times as long as the best"
     parser.add_argument("--within", type=float, default=float("inf"), metavar="FACTOR", help=within)
     parser.add_argument("--limit", type=int, default=10**6, help="measure at most so many cells")
+    parser.add_argument("--launches", action="store_true", help="cells in which each kernel call costs a launch")
     options = parser.parse_args()
     done = read_done(options.out)
-    waiting = [cell for cell in cells() if cell.name not in done and options.only in cell.name][: options.limit]
+    asked = launch_cells() if options.launches else cells()
+    waiting = [cell for cell in asked if cell.name not in done and options.only in cell.name][: options.limit]
     print(f"{len(waiting)} cells to measure, {len(done)} are in {options.out}", flush=True)
     for shape, group in groupby(waiting, key=lambda cell: cell.shape):
         with Emulated(shape.kind, shape.ranks, shape.link_gbit, **options_of(shape)) as net:
@@ -107,8 +111,8 @@ def description(cell: Cell, names: list[str], options: argparse.Namespace) -> di
     return {
         "name": cell.name, "tokens": size.q_length, "q_heads": size.q_heads, "kv_heads": size.kv_heads,
         "head_dim": size.head_dim, "mask": cell.mask, "passes": cell.passes, "layout": cell.layout.name,
-        "tflops": cell.tflops, "schedules": names, "rounds": options.rounds, "seconds": options.seconds,
-        "all_rounds": False,
+        "tflops": cell.tflops, "call_seconds": cell.call_seconds, "schedules": names, "rounds": options.rounds,
+        "seconds": options.seconds, "all_rounds": False,
     }  # fmt: skip
 
 

@@ -55,8 +55,9 @@ def race(cell: dict[str, Any], base: tr.ContextParallel) -> dict[str, Any]:
     contexts: dict[str, SleepingContext] = {}
     for name in cell["schedules"]:
         contexts[name] = SleepingContext(
-            cell["tflops"], layout=cell["layout"], schedule=name, transport=base.transport, timeout_seconds=WAIT_SECONDS
-        )
+            cell["tflops"], cell.get("call_seconds", 0.0), layout=cell["layout"], schedule=name,
+            transport=base.transport, timeout_seconds=WAIT_SECONDS,
+        )  # fmt: skip
     seconds: dict[str, list[float]] = {name: [] for name in contexts}
     failed: dict[str, str] = {}
     spent = 0.0  # on contenders; the same on every rank, since each call's time is

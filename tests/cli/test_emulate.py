@@ -231,6 +231,14 @@ def test_sleeping_takes_its_time() -> None:
     assert [each.shape[1] for each in found] == [4, 2, 2] and not any(bool(each.any()) for each in found)
 
 
+def test_each_call_takes_a_launch_beside() -> None:
+    kernel, q = Sleeping(1e6, call_seconds=0.003), torch.randn(1, 4, 8, 16)
+    began = time.perf_counter()
+    for _ in range(5):
+        kernel.forward(q, q, q, patch=Patch(0, 8, 0, 8), scale=1.0)
+    assert time.perf_counter() - began >= 5 * 0.003 - 0.003
+
+
 SMALL = ["--ranks", "4", "--seq-len", "128", "--heads", "4", "--head-dim", "16", "--rounds", "2", "--peers", "none"]
 
 

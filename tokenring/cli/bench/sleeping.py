@@ -21,12 +21,15 @@ MOST_OVERSLEPT_SECONDS = 0.002
 
 
 class Sleeping:
-    """An attention kernel that takes the time of one of so many TFLOP/s, and computes nothing."""
+    """An attention kernel that takes the time of one of so many TFLOP/s, and computes nothing.
+
+    call_seconds: that each call takes beside, as a launch does.
+    """
 
     name = "sleeping"
 
-    def __init__(self, tflops: float) -> None:
-        self.flops_per_s = tflops * 1e12
+    def __init__(self, tflops: float, call_seconds: float = 0.0) -> None:
+        self.flops_per_s, self.call_seconds = tflops * 1e12, call_seconds
         self._overslept = 0.0
         if sys.platform == "linux":  # else a thread's sleep may be 50 µs longer than asked
             ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
@@ -75,7 +78,7 @@ class Sleeping:
 
     def _sleep(self, began: float, flops: float) -> None:
         """Sleep until the operations would be done; what a sleep was too long shortens the next ones, within limits."""
-        end = began + flops / self.flops_per_s - self._overslept
+        end = began + self.call_seconds + flops / self.flops_per_s - self._overslept
         if (left := end - time.perf_counter()) > 0:
             time.sleep(left)
         self._overslept = min(MOST_OVERSLEPT_SECONDS, time.perf_counter() - end)
@@ -84,9 +87,9 @@ class Sleeping:
 class SleepingContext(ContextParallel):
     """A ContextParallel whose kernel sleeps."""
 
-    def __init__(self, tflops: float, **options: Any) -> None:
+    def __init__(self, tflops: float, call_seconds: float = 0.0, **options: Any) -> None:
         super().__init__(**options)
-        self._sleeping = Sleeping(tflops)
+        self._sleeping = Sleeping(tflops, call_seconds)
 
     def kernel(self, device: torch.device) -> Sleeping:
         """Return the sleeping kernel, for any device."""
