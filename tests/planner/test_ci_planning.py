@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tokenring.planner.choosing.auto import plan_call
 from tokenring.planner.choosing.candidates import Candidate
 
 CI = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -54,6 +55,33 @@ def test_who_is_measured_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
     assert running(seconds, turn=4) == ["best", "stumbled"]
     assert running({"failed": [], "best": [0.2]}, turn=4) == ["best"]
     assert running({"failed": []}, turn=4) == ["failed"]
+
+
+def test_launches_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dearer each call of a kernel, the fewer pieces."""
+    cells = script("cells/launch_cells.py", monkeypatch).launch_cells()
+    found = {each.name: each for each in cells}
+    assert len(found) == len(cells) >= 12
+    cheap, dear = (f"full-mesh 4 8:1 causal forward+backward communication {launch}" for launch in (2.0, 20.0))
+    assert plan_call(found[cheap].call()).name.startswith("direct-kv/pieces")
+    assert plan_call(found[dear].call()).name == "all-gather-kv"
+
+
+LAUNCH_ROWS = """cell,schedule,auto,measured_ms
+a,ring,1,100.0
+a,direct-kv,0,80.0
+b,ring,0,51.0
+b,direct-kv,1,50.0
+"""
+
+
+def test_how_often_the_choice_is_near_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cells.csv"
+    path.write_text(LAUNCH_ROWS, encoding="utf-8")
+    _, _, first, second, last = script("cells/launch_cells.py", monkeypatch).table(path)
+    assert first == "| a | ring | 100 | direct-kv | 80 | 1.250 |"
+    assert second == "| b | direct-kv | 50 | direct-kv | 50 | 1.000 |"
+    assert last.strip() == "auto within 1.05 x the best in 1 of 2 cells, at most 1.250 x"
 
 
 def test_plans_that_take_too_long(
