@@ -1,4 +1,4 @@
-"""What `tokenring advise` says of choices that others timed side by side (docs/published.json).
+"""Score what `tokenring advise` says of choices that others timed side by side (docs/published.json).
 
     benchmarks/advise_published.py [--rows REGEX] [--all] [--planner]
 

@@ -1,4 +1,4 @@
-"""Where launches decide: the schedule taken for each length, and what a planner would take for which launches are free.
+"""Show where launches decide: the schedule taken for each length, and the one taken if launches were free.
 
     python benchmarks/launch_crossovers.py [--preset atlas-800t-a2] [--ranks 8 16] [--tokens 1k..16k] [--svg FOLDER]
 

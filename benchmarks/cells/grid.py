@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import torch
@@ -128,7 +128,7 @@ class Cell:
 
     @property
     def call_seconds(self) -> float:
-        """Of each call of a kernel, beside what it computes."""
+        """Return the seconds of each call of a kernel, beside what it computes."""
         return 0.0
 
     @property
@@ -139,8 +139,7 @@ class Cell:
     def call(self, tflops: float | None = None, everything: bool = False, target: Target | None = None) -> CallToPlan:
         """What is planned for, with the figures of the emulation; target: of its transport, if not as it is now."""
         rate = self.tflops if tflops is None else tflops
-        machine = sleeping_machine(rate, self.shape, cores=CORES)
-        machine = replace(machine, rates=replace(machine.rates, call_seconds=self.call_seconds))
+        machine = sleeping_machine(rate, self.shape, CORES, self.call_seconds)
         net = interconnect_of_shape(self.shape)
         setting = Setting(self.workload, net, machine, self.directions, target=target or self.target)
         return CallToPlan(setting, self.layout, self.layout, self.the_mask, everything=everything)

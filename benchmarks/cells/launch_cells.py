@@ -9,9 +9,7 @@ A launch is of a kernel alone: merges, copies and posts cost what they cost on t
 
 from __future__ import annotations
 
-import csv
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -21,6 +19,7 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO), str(REPO / "tests" / "support"), str(Path(__file__).resolve().parent)]
 
 from grid import Cell  # noqa: E402
+from report import by_cell, read, regrets  # noqa: E402
 
 NEAR = 1.05
 
@@ -33,7 +32,7 @@ class LaunchCell(Cell):
 
     @property
     def call_seconds(self) -> float:
-        """Of each call of a kernel, beside what it computes."""
+        """Return the seconds of each call of a kernel, beside what it computes."""
         return self.launch_ms / 1e3
 
 
@@ -48,21 +47,16 @@ def launch_cells() -> list[Cell]:
 
 def table(path: Path) -> Iterator[str]:
     """Yield a line for each cell, and how often auto is near the best."""
-    of_cell: dict[str, list[dict[str, str]]] = defaultdict(list)
-    with path.open(newline="", encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            of_cell[row["cell"]].append(row)
+    rows = read(path)
+    ratios = regrets(rows)
     yield "| cell | auto | ms | best | ms | ratio |"
     yield "|---|---|---:|---|---:|---:|"
-    ratios = []
-    for cell, rows in of_cell.items():
-        best = min(rows, key=lambda row: float(row["measured_ms"]))
-        auto = next(row for row in rows if row["auto"] == "1")
-        ratios.append(float(auto["measured_ms"]) / float(best["measured_ms"]))
-        both = (f"{each['schedule']} | {float(each['measured_ms']):.0f}" for each in (auto, best))
-        yield f"| {cell} | {' | '.join(both)} | {ratios[-1]:.3f} |"
-    near = sum(ratio <= NEAR for ratio in ratios)
-    yield f"\nauto within {NEAR} x the best in {near} of {len(ratios)} cells, at most {max(ratios):.3f} x"
+    for cell, group in by_cell(rows).items():
+        both = next(row for row in group if row.auto), min(group, key=lambda row: row.measured)
+        text = " | ".join(f"{row.schedule} | {row.measured:.0f}" for row in both)
+        yield f"| {cell} | {text} | {ratios[cell]:.3f} |"
+    near = sum(ratio <= NEAR for ratio in ratios.values())
+    yield f"\nauto within {NEAR} x the best in {near} of {len(ratios)} cells, at most {max(ratios.values()):.3f} x"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a step is split beside context parallelism: what Megatron's flags say of it, and what that asks of a model."""
+"""Splits of a step beside context parallelism: what Megatron's flags say of them, and what they ask of a model."""
 
 from __future__ import annotations
 

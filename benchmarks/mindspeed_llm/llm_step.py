@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -18,6 +17,7 @@ import mindspeed_npu
 import torch
 import torch.distributed as dist
 from mindspeed_npu import Finder
+from oracle import relative_error
 from ranks import Here
 
 from tokenring.integrations.megatron.latents import SendsLatents
@@ -79,9 +79,7 @@ def start(here: Here, sources: list[str], flags: list[str], asked: bool) -> dict
         for name in ("npu_fusion_attention", "npu_fusion_attention_v2"):
             setattr(import_module("torch_npu"), name, plain_attention)
     import_module("mindspeed_llm.tasks.megatron_adaptor_v2")
-    random: Any = import_module("megatron.core.tensor_parallel.random")  # of generators, which the device lacks
-    random._get_all_rng_states, random._set_all_rng_states = tuple, lambda *states: None
-    random.CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
+    import_module("mcore.world").without_generators(import_module("megatron.core.tensor_parallel.random"))
     # It assigns to .data, which the emulated device does not follow.
     utils: Any = import_module("megatron.core.utils")
     utils._kernel_make_viewless_tensor = lambda x, requires_grad: x.clone()
@@ -191,6 +189,7 @@ def whole(here: Here) -> Whole:
 def errors(here: Here, wanted: Whole) -> dict[str, float]:
     """Return the relative error of each gradient that this rank has, in a step from these weights."""
     gpt: Any = import_module("mcore.gpt")
+    added_up = import_module("mcore.npu_steps").added_up
     weights, gradients = wanted
     chunks, found = _chunks(), {}
     here.memory["latent layers"] = sum(isinstance(each, SendsLatents) for model in chunks for each in model.modules())
@@ -200,10 +199,8 @@ def errors(here: Here, wanted: Whole) -> dict[str, float]:
     for model in chunks:
         for name, parameter in model.named_parameters():
             right = gpt.part_of(model, name, parameter, gradients)
-            made = _added_up(name, parameter).float().cpu()
-            found[f"{name} of {model.decoder.layers[0].layer_number}"] = float(
-                (made - right).norm() / right.norm().clamp_min(1e-30)
-            )
+            error = relative_error(added_up(name, parameter).float().cpu(), right)
+            found[f"{name} of {model.decoder.layers[0].layer_number}"] = error
     return found
 
 
@@ -226,8 +223,6 @@ def _step(chunks: list[Any]) -> None:
     """Make one step by Megatron's own schedule of microbatches."""
     args = import_module("megatron.training.global_vars").get_args()
     pretrain: Any = import_module("pretrain_gpt")
-    pipeline: Any = import_module("megatron.core.pipeline_parallel")
-    several = len(chunks) > 1
 
     def forward(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
         tokens, labels, loss_mask, attention_mask, positions = pretrain.get_batch(data)
@@ -239,20 +234,5 @@ def _step(chunks: list[Any]) -> None:
 
         return model(tokens, positions, attention_mask, labels=labels), share
 
-    data = [iter(batches(args)) for _ in chunks]
-    pipeline.get_forward_backward_func()(
-        forward_step_func=forward, data_iterator=data if several else data[0], model=chunks if several else chunks[0],
-        num_microbatches=args.global_batch_size, seq_length=args.seq_length, micro_batch_size=1,
-    )  # fmt: skip
-
-
-def _added_up(name: str, parameter: Any) -> torch.Tensor:
-    """Return a gradient, added up over the ranks that have other tokens, or other heads of a norm that they share."""
-    state: Any = import_module("megatron.core.parallel_state")
-    found: torch.Tensor = parameter.grad
-    if getattr(parameter, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name:
-        dist.all_reduce(found, group=state.get_tensor_model_parallel_group())
-    apart = "local_experts" in name
-    others = state.get_expert_data_parallel_group() if apart else state.get_data_parallel_group(True)
-    dist.all_reduce(found, group=others)
-    return found
+    run_schedule = import_module("mcore.npu_steps").run_schedule
+    run_schedule(forward, chunks, lambda: iter(batches(args)), args.global_batch_size, args.seq_length)

@@ -16,7 +16,8 @@ from mcore.versions import PINNED, folder, need
 from patience import patient
 from sampling import FULL_GRID
 
-from tokenring.cli.advise.engines import ENGINES, Job, splits
+from tokenring.cli.advise.choices import Job, splits
+from tokenring.cli.advise.engines import ENGINES
 from tokenring.cli.main import main
 from tokenring.cli.models import KNOWN, facts_of, read_model
 from tokenring.errors import ConfigurationError

@@ -22,14 +22,14 @@ SERVE = Job(FLUX, 8, 4608, False)
 
 
 def options(engine: str, job: Job) -> dict[str, Choice]:
-    """Of each choice, by its flags."""
+    """Return each choice by its flags."""
     found = {each.flags: each for each in ENGINES[engine].options(job)}
     assert found
     return found
 
 
 def fitting(engine: str, job: Job) -> list[str]:
-    """Schedules of the choices that can be taken."""
+    """Return the schedules of the choices that can be taken."""
     return [each.schedule for each in options(engine, job).values() if each.reason is None]
 
 

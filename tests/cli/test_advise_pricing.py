@@ -1,4 +1,4 @@
-"""What `tokenring advise` adds to the planner's prices: how engines merge, and how they gather across hosts."""
+"""Check what `tokenring advise` adds to the planner's prices: how engines merge, and how they gather across hosts."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from browser import BROWSER, DESK, PHONE, Look, overflows
 from test_topology_picture import graph_of, hostile, machine, page
 
 from tokenring import Causal, Documents, schedule
+from tokenring.cli.plan.command import given_options
 from tokenring.cli.plan.command import options_parser as plan_parser
 from tokenring.cli.plan.layer import PlannedLayer, planned_layer
 from tokenring.cli.plan.layer_picture import layer_svg
@@ -58,8 +59,7 @@ def timeline(text: str) -> Timeline:
 def planned() -> PlannedLayer:
     words = ("--layer", "llama3-8b", "--topology", "preset:a10-pix-4", "--tp", "2", "--cp", "2", "--seq", "4k")
     parser = plan_parser()
-    given = parser.parse_args(words, Namespace(**{each.dest: None for each in parser._actions}))
-    return planned_layer(parser.parse_args(words), given, {})
+    return planned_layer(parser.parse_args(words), given_options(parser, words), {})
 
 
 def layer(name: str) -> str:

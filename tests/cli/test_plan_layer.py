@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -17,7 +16,7 @@ import pytest
 
 from tokenring.cli.main import main
 from tokenring.cli.models import ALSO, KNOWN
-from tokenring.cli.plan.command import options_parser
+from tokenring.cli.plan.command import given_options, options_parser
 from tokenring.cli.plan.layer import AskedLayer, PlannedLayer, planned_layer
 from tokenring.cli.plan.layer_picture import PARTS, layer_svg, parts_of
 from tokenring.display.svg import _width
@@ -54,8 +53,7 @@ def found(*words: str) -> Any:
 @cache
 def planned(*words: str) -> PlannedLayer:
     parser = options_parser()
-    given = parser.parse_args(words, Namespace(**{each.dest: None for each in parser._actions}))
-    return planned_layer(parser.parse_args(words), given, {})
+    return planned_layer(parser.parse_args(words), given_options(parser, words), {})
 
 
 def of(data: Any, operator: str, key: str) -> list[Any]:

@@ -121,7 +121,7 @@ def test_the_ring_is_shown_in_any_case() -> None:
 
 
 def test_the_ring_is_folded_like_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one host stands for all, making and simulating a ring of all ranks takes longer than all else."""
+    """Make no ring of all ranks where one host stands for all: that takes longer than all else."""
 
     def predict(*given: object) -> None:
         raise AssertionError("a schedule of all ranks is simulated")

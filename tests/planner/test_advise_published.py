@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,16 +13,7 @@ PAGE = (REPO / "docs/advise.md").read_text()
 FAST = ("omni-bagel-a800", "omni-layer-a800-4-f0.125", "diffusers-flux-4090", "xdit-flux-h100-compiled")
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("advise_published", REPO / "benchmarks/advise_published.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT = script()
+SCRIPT: Any = import_module("advise_published")
 DATA: dict[str, Any] = SCRIPT.load()
 BY_ID = {row["id"]: row for row in DATA["measurements"]}
 PAIRS = SCRIPT.pairs_of(DATA["measurements"])

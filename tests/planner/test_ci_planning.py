@@ -67,11 +67,12 @@ def test_launches_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_call(found[dear].call()).name == "all-gather-kv"
 
 
-LAUNCH_ROWS = """cell,schedule,auto,measured_ms
-a,ring,1,100.0
-a,direct-kv,0,80.0
-b,ring,0,51.0
-b,direct-kv,1,50.0
+LAUNCH_ROWS = """\
+cell,regime,topology,tflops,mask,heads,ranks,schedule,auto,compute_ms,bound_ms,predicted_ms,measured_ms,min_ms
+a,latency,ring,1,causal,8:1,4,ring,1,1,1,90,100.0,99
+a,latency,ring,1,causal,8:1,4,direct-kv,0,1,1,95,80.0,79
+b,latency,ring,1,causal,8:1,4,ring,0,1,1,60,51.0,50
+b,latency,ring,1,causal,8:1,4,direct-kv,1,1,1,50,50.0,49
 """
 
 

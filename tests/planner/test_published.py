@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
+from importlib import import_module
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,17 +24,8 @@ FAST = (
 )  # fmt: skip
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("published", REPO / "benchmarks/published.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT = script()
-ROWS = sys.modules["published_rows"]
+SCRIPT: Any = import_module("published")
+ROWS: Any = import_module("published_rows")
 DATA: dict[str, Any] = SCRIPT.load()
 BY_ID = {row["id"]: row for row in DATA["measurements"]}
 

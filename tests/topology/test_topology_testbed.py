@@ -5,17 +5,15 @@ benchmarks/measure_topology.py has all, and eight.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sys
-from pathlib import Path
-from types import ModuleType
+from importlib import import_module
+from typing import Any
 
 import pytest
 from test_topology_dumps import SHARED
 
-REPO = Path(__file__).resolve().parents[2]
 TESTBED = SHARED / "testbed/testbed.py" if SHARED is not None else None
 pytestmark = [
     pytest.mark.testbed,
@@ -27,16 +25,7 @@ pytestmark = [
 ]
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("measure_topology", REPO / "benchmarks/measure_topology.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT = script()
+SCRIPT: Any = import_module("measure_topology")
 SHAPES = ("full-mesh, 4 ranks", "switch, 4 ranks")
 
 

@@ -1,4 +1,4 @@
-"""What Megatron's own groups ask of HCCL beside messages: collectives of single tensors, and of unequal parts.
+"""Collectives that Megatron's own groups ask of HCCL beside messages: of single tensors, and of unequal parts.
 
 Lists of unequal tensors go as HcclAllGatherV and HcclReduceScatterV (torch_npu 9e73e708a, ProcessGroupHCCL.cpp:5645 and
 6059), one operation each.

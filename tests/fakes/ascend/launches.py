@@ -112,7 +112,7 @@ def noted(log: Log) -> Iterator[None]:
 def launched(
     schedule: ScheduleData, size: Workload, rank: int, kernel: AttentionKernel, target: Target
 ) -> dict[str, Launched]:
-    """What both passes of a rank launch, in a call of contiguous tensors, without any trial of operators."""
+    """Return what both passes of a rank launch, in a call of contiguous tensors, without any trial of operators."""
     log = Log()
     transport: Any = Nowhere(schedule.world_size, target, log)
     programs = {each: lower(schedule, rank, each, size, target, kernel.supports_patch) for each in PASSES}
@@ -138,7 +138,7 @@ def launched(
 def launched_layer(
     schedule: ScheduleData, size: Workload, rank: int, kernel: AttentionKernel, target: Target
 ) -> dict[str, Launched]:
-    """What both passes of a rank launch for a linear layer or a collective, of contiguous tensors."""
+    """Return what both passes of a rank launch for a linear layer or a collective, of contiguous tensors."""
     log = Log()
     found: dict[str, Launched] = {}
     transport: Any = Nowhere(schedule.world_size, target, log)

@@ -5,7 +5,7 @@ The whole model's gradients come from another process, on a CPU and in float64 (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
@@ -130,8 +130,6 @@ def moved(model: Any) -> Any:
 
 def _step(job: Job, chunks: list[Any]) -> None:
     """Megatron's own schedule of microbatches, one sequence each."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     data = local_data(job, Data(*(x.to("npu") for x in data_of(job))))
 
     def parts() -> Iterator[Data]:
@@ -147,24 +145,39 @@ def _step(job: Job, chunks: list[Any]) -> None:
 
         return model(part.tokens, positions, None, labels=part.targets), share
 
-    many = job.vpp > 1
+    run_schedule(forward_step, chunks, parts, data.tokens.shape[0], job.length)
+
+
+def run_schedule(
+    forward_step: Callable[[Any, Any], Any], chunks: list[Any], parts: Callable[[], Iterator[Any]], count: int,
+    length: int,
+) -> None:  # fmt: skip
+    """Run Megatron's own schedule of so many microbatches. chunks: of the model; each takes all parts."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    many = len(chunks) > 1
     get_forward_backward_func()(
         forward_step_func=forward_step, data_iterator=[parts() for _ in chunks] if many else parts(),
-        model=chunks if many else chunks[0], num_microbatches=data.tokens.shape[0], seq_length=job.length,
-        micro_batch_size=1,
+        model=chunks if many else chunks[0], num_microbatches=count, seq_length=length, micro_batch_size=1,
     )  # fmt: skip
 
 
 def _errors(model: Any, wanted: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The relative error of each parameter's gradient, once it is added up over the ranks that share it."""
+    """Return the relative error of each parameter's gradient, once it is added up over the ranks that share it."""
+    return {
+        name: relative_error(added_up(name, parameter).cpu(), part_of(model, name, parameter, wanted))
+        for name, parameter in model.named_parameters()
+    }
+
+
+def added_up(name: str, parameter: Any) -> torch.Tensor:
+    """Return a gradient, added up over the ranks that have other tokens, or other heads of a norm that they share."""
     from megatron.core import parallel_state as state
 
-    found = {}
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "sequence_parallel", False):
-            dist.all_reduce(parameter.grad, group=state.get_tensor_model_parallel_group())
-        apart = "local_experts" in name
-        others = state.get_expert_data_parallel_group() if apart else state.get_data_parallel_group(True)
-        dist.all_reduce(parameter.grad, group=others)
-        found[name] = relative_error(parameter.grad.cpu(), part_of(model, name, parameter, wanted))
+    found: torch.Tensor = parameter.grad
+    if getattr(parameter, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name:
+        dist.all_reduce(found, group=state.get_tensor_model_parallel_group())
+    apart = "local_experts" in name
+    others = state.get_expert_data_parallel_group() if apart else state.get_data_parallel_group(True)
+    dist.all_reduce(found, group=others)
     return found

@@ -72,10 +72,7 @@ def load(folder: str) -> str:
 
     assert megatron.core.__file__.startswith(folder), megatron.core.__file__
     assert gpt_layer_specs and gpt_model
-    # Recomputation keeps the states of the GPU's generators. There are none, and nothing random is computed here.
-    rng._get_all_rng_states = lambda: ()
-    rng._set_all_rng_states = lambda *states: None
-    rng.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    without_generators(rng)
     # The loop over microbatches counts tokens on the GPU, and hands activations from stage to stage there. What cuts
     # batches and rotary embeddings sends the numbers of the parts there. All else of both is Megatron's own.
     schedules.torch = utils.torch = rope_utils.torch = OnCpu()
@@ -87,6 +84,16 @@ def load(folder: str) -> str:
     warnings.filterwarnings("error", module="tokenring")
     version: str = megatron.core.__version__
     return version
+
+
+def without_generators(rng: Any) -> None:
+    """Let recomputation keep no states of the GPU's generators: there are none, and nothing random is computed here.
+
+    rng: the module megatron.core.tensor_parallel.random.
+    """
+    rng._get_all_rng_states = lambda: ()
+    rng._set_all_rng_states = lambda *states: None
+    rng.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
 
 
 def parallel(here: Here, tp: int = 1, cp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1) -> None:

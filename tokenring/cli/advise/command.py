@@ -12,7 +12,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tokenring.cli.advise.engines import ENGINES, Choice, Engine, Job
+from tokenring.cli.advise.choices import Choice, Engine, Job
+from tokenring.cli.advise.engines import ENGINES
 from tokenring.cli.advise.pricing import as_run, choice_seconds, with_heads
 from tokenring.cli.models import FULL_LAYER, KNOWN, ModelFacts, read_model
 from tokenring.cli.plan.options import Asked, ask

@@ -6,10 +6,7 @@ reason there.
 
 from __future__ import annotations
 
-from tokenring.cli.advise.choices import Choice, Engine, Job, splits
 from tokenring.cli.advise.diffusion_engines import DIFFUSION
 from tokenring.cli.advise.training_engines import TRAINING
-
-__all__ = ["ENGINES", "Choice", "Engine", "Job", "splits"]
 
 ENGINES = {each.name: each for each in (*TRAINING, *DIFFUSION)}

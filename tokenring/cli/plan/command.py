@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 
 from tokenring.cli.models import ALSO, KNOWN, sizes_of
 from tokenring.cli.plan.cached import UNUSED, cached_call, cached_json, cached_report
@@ -47,13 +48,12 @@ def main(argv: list[str]) -> int:
     for name, known in SUFFIXES.items():
         check_suffix(f"--{name}", getattr(options, name.replace("-", "_")), *known)
     console = Console(sys.stdout, sys.stderr, os.environ)
-    everything = {action.dest: None for action in parser._actions}
     if options.layer is not None:
-        return _layer(options, parser.parse_args(argv, argparse.Namespace(**everything)), console)
+        return _layer(options, given_options(parser, argv), console)
     if options.cp is not None:
         raise ConfigurationError("--cp goes with --layer; of attention alone say --ranks, and --tp of them share heads")
     if options.operator is not None:
-        return _operator(options, parser.parse_args(argv, argparse.Namespace(**everything)), console)
+        return _operator(options, given_options(parser, argv), console)
     for name in ("features", "width", "bytes"):
         if getattr(options, name) is not None:
             raise ConfigurationError(f"--{name} is a size of --operator NAME, and attention has none")
@@ -188,6 +188,11 @@ def _sweep(options: argparse.Namespace, console: Console) -> int:
     if options.svg is not None:
         write_file(options.svg, sweep_svg(points, options))
     return 0
+
+
+def given_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options without their defaults: None where one was not given."""
+    return parser.parse_args(argv, argparse.Namespace(**{action.dest: None for action in parser._actions}))
 
 
 def options_parser() -> Parser:

@@ -21,7 +21,14 @@ from tokenring.ir.wire_formats import (
     encodings,
     wire_report,
 )  # fmt: skip
-from tokenring.planner.choosing.linear import CANDIDATES, MOST_PIECES, RankedSchedule, ranked, unfused_seconds
+from tokenring.planner.choosing.linear import (
+    CANDIDATES,
+    FEW_RANKS,
+    MOST_PIECES,
+    RankedSchedule,
+    ranked,
+    unfused_seconds,
+)
 from tokenring.planner.simulation.predict import Setting
 from tokenring.schedule.families.registry import is_known, parse
 from tokenring.sequence.sizes import read_size
@@ -34,7 +41,7 @@ OF_ATTENTION = {  # options that say nothing of a linear layer, by their names i
     "svg", "mask_svg", "explain", "timeline", "save", "memory_limit", "transport", "all", "no_cache",
 }  # fmt: skip
 OF_LAYERS, OF_COLLECTIVES = {"seq", "features", "width", "passes", "wire"}, {"bytes"}
-FEW_RANKS, MOST_RANKS = 16, 64  # above, schedules in pieces are left out; above, nothing is simulated
+MOST_RANKS = 64  # above, nothing is simulated
 STAYS = {"Q": "weights", "KV": "tokens"}
 FORMAT, VERSION = "tokenring-operator-plan", 1
 UNFUSED = {"tokenring": "unfused, over a ring", "direct-q": "unfused, direct"}

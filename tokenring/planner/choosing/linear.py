@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tokenring.schedule.schedule import Schedule
 
 Codecs: TypeAlias = tuple[tuple[str, str], ...]
+FEW_RANKS = 16  # above, schedules in pieces are left out of commands, as they take long to simulate
 # In order: of those that are as fast, the first is taken.
 CANDIDATES = {
     "weights": ("direct-q", "direct-q/pieces2", "direct-q/pieces4", "tokenring"),

@@ -60,14 +60,16 @@ def interconnect_of_shape(shape: Shape, machine: Machine | None = None) -> Inter
     return net if machine is None else replace(net, machine=machine)
 
 
-def sleeping_machine(tflops: float, shape: Shape, cores: float | None = None) -> Machine:
+def sleeping_machine(
+    tflops: float, shape: Shape, cores: float | None = None, call_seconds: float = 0.0
+) -> Machine:
     """Return a machine of kernels that sleep (`tokenring bench --compute`).
 
-    Their own time is part of the sleep: they need no core.
+    Their own time is part of the sleep: they need no core. call_seconds: that each call sleeps beside.
     """
     rates = constant(tflops, "sleeping kernels", OVERHEADS.copy_gbs)
     machine = computing_machine(rates, shape, cores)
-    return replace(machine, rates=replace(machine.rates, call_seconds=0.0), kernels_share=False)
+    return replace(machine, rates=replace(machine.rates, call_seconds=call_seconds), kernels_share=False)
 
 
 def computing_machine(rates: Rates, shape: Shape, cores: float | None = None) -> Machine:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tokenring.errors import ConfigurationError
 from tokenring.lowering.footprint import link_bytes
-from tokenring.planner.choosing.linear import CANDIDATES, LEAST_GAIN, RankedSchedule, ranked, unfused_seconds
+from tokenring.planner.choosing.linear import CANDIDATES, FEW_RANKS, LEAST_GAIN, RankedSchedule, ranked, unfused_seconds
 from tokenring.planner.simulation.predict import Setting, least_seconds, predict
 from tokenring.sequence.workload import Workload
 
@@ -32,7 +32,6 @@ KIND = {QKV: "column", ATTENTION: "attention", OUT: "row", UP: "column", DOWN: "
 # rank's own heads of all tokens of its tensor-parallel group: only the weights can stay.
 PAIRS = ((QKV, OUT, ("weights",)), (UP, DOWN, ("weights", "tokens")))
 COLLECTIVES = ("tokenring", "direct-q")  # by which an unfused layer gathers and reduces: over a ring, or direct
-FEW_RANKS = 16  # above, schedules in pieces are left out, as they take long to simulate
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class OperatorCost(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of operator: column, row or attention."""
+        """Return the kind of operator: column, row or attention."""
         return KIND[self.operator]
 
     def unfused(self, by: str) -> float:
