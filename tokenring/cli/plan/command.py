@@ -22,8 +22,9 @@ from tokenring.cli.trace.predicted import drawn, timeline
 from tokenring.display.console import Console, Parser, check_suffix, read_options, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.gc_pause import no_collection
-from tokenring.planner.choosing.auto import CallToPlan, call_bound, check_made, make, with_simulated
+from tokenring.planner.choosing.auto import CallToPlan, call_bound, make, with_simulated
 from tokenring.planner.choosing.candidates import SHOWN
+from tokenring.planner.choosing.checks import check_made
 from tokenring.planner.choosing.kept_plans import plan_or_forecast_kept
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.machines.presets import PRESETS
