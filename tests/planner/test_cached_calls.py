@@ -14,6 +14,7 @@ from tokenring.planner.choosing.cached_calls import (
     cached_ways,
     crossovers,
     fewest,
+    goes_to_all,
     least_cached_seconds,
     of_own_rows,
 )
@@ -95,6 +96,17 @@ def test_a_cache_does_not_move_for_a_small_gain(ranks: int) -> None:
     assert a_little is not None and enough is not None and a_little < enough
     for count, name in ((a_little, "direct-q"), (enough - 1, "direct-q"), (enough, "ring")):
         assert of_own_rows(given.with_lengths(count, 1 << 17)) == name
+
+
+@pytest.mark.parametrize(("held", "name"), [(0.99, "direct-q"), (1.01, "direct-kv")])
+def test_a_cache_goes_to_all_where_that_holds_no_more(held: float, name: str) -> None:
+    """In one round, where q and results need two; not where a rank would hold more than these are."""
+    given = replace(call(4, cached=1 << 14, switch=False), machine=Machine(constant(1e6), Messages(1.0)))
+    enough = fewest(lambda count: goes_to_all(given.with_lengths(count, 1 << 14)))
+    assert enough is not None
+    asked = given.with_lengths(int(held * enough), 1 << 14)
+    fastest = min((way for way in cached_ways(asked) if way.rounds), key=lambda way: way.seconds)
+    assert fastest.name == "direct-kv" and of_own_rows(asked) == name
 
 
 def test_latents_are_fewer_bytes() -> None:
