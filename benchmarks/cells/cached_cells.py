@@ -38,7 +38,8 @@ PORT_GBIT = 0.3  # of a rank: what all ranks send together takes little of two c
 WAYS = {"all": ("one-shot", "two-step"), "tokens": ("direct-q", "ring", "direct-kv")}
 NEAR, FAR = 1.05, 1.15
 TOPOLOGIES = ("full-mesh", "switch", "two-node")
-OF_ALL = ((1, 8192, 8), (16, 8192, 1), (64, 8192, 1), (256, 65536, 1), (2048, 8192, 2))  # new tokens, cached ones, kv heads
+# New tokens, cached ones, kv heads.
+OF_ALL = ((1, 8192, 8), (16, 8192, 1), (64, 8192, 1), (256, 65536, 1), (2048, 8192, 2))
 OF_TOKENS = (
     (128, 8192, 8), (1024, 8192, 8), (2048, 8192, 2), (4096, 8192, 2), (16384, 8192, 1),
     (1024, 65536, 1), (4096, 65536, 2), (8192, 65536, 1), (16384, 65536, 1), (4096, 262144, 1),
@@ -76,7 +77,7 @@ class CachedCell:
     def tflops(self) -> float:
         """Return the rate of each rank at which its kernels take so much less than the exchange of q or results."""
         size = self.call(NO_COMPUTE_TFLOPS).workload
-        flops = 2 * size.q_heads * size.kv_dim * size.q_length * size.kv_length / RANKS
+        flops = 2 * size.q_heads * size.qo_dim * size.q_length * size.kv_length / RANKS
         way = WAYS[self.home][0]
         exchange = next(each.exchange_seconds for each in self.ways(NO_COMPUTE_TFLOPS) if each.name == way)
         return float(f"{flops / (exchange / self.wire_over_compute) / 1e12:.3g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -170,6 +171,38 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_options_that_do_not_go_with_it(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*H100, *more]) == 2
     assert said in capsys.readouterr().err
+
+
+LATENTS = ["plan", "--topology", "preset:hgx-h100", "--cached", "128k", "--heads", "128", "--latents"]
+
+
+def test_latents_of_a_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of DeepSeek: what moves of the cache is 576 elements of a token, and not 576 + 512."""
+    assert main([*LATENTS, "--dim", "576", "--value-dim", "512", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["latents"] and found["kv_heads"] == 1
+    sent = {way["name"]: way["sent_bytes"] for way in found["ways"]}
+    assert sent["direct-kv"] == pytest.approx(7 / 8 * 131072 * 576 * 2)
+    assert main([*LATENTS, "--dim", "576", "--value-dim", "512"]) == 0
+    assert "1 new token over 131,072 cached latents, 128:1 heads × 576/512" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--kv-heads", "8", "--dim", "576", "--value-dim", "512"], "--kv-heads 8 with --latents"),
+        (["--dim", "576"], "give --value-dim N of at most 576"),
+        (["--dim", "64", "--value-dim", "128"], "give --value-dim N of at most 64"),
+    ],
+)
+def test_sizes_of_no_latents(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LATENTS, *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_latents_are_of_a_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--topology", "preset:hgx-h100", "--latents"]) == 2
+    assert "--latents says what a cache holds: it goes with --cached N" in capsys.readouterr().err
 
 
 def test_tokens_are_of_a_cache(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from nets import BOTH, call, clusters, named, setting, workload
 import tokenring as tr
 from tokenring.backends.interfaces import Transport
 from tokenring.display.units import mb_text
-from tokenring.errors import ConfigurationError
+from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.lower import lower
@@ -199,6 +199,14 @@ def test_what_every_rank_would_have_to_make_whole_is_refused(
     asked = replace(asked, setting=replace(asked.setting, target=changes.get("target", asked.setting.target)))
     with pytest.raises(_Asked if says is None else ConfigurationError, match=says):
         plan_call(asked)
+
+
+def test_modes_that_need_all_are_not_for_so_many_ranks() -> None:
+    """A limit is what is refused, and not a mode that nobody asked for."""
+    modes = {"hccl/batch": transport_target("hccl/batch")}
+    asked = large_call(hosts=80, families=("usp/4",), memory_limit_bytes=1000, modes=modes)
+    with pytest.raises(MemoryLimitError, match="no schedule fits"):
+        plan_call(replace(asked, setting=replace(asked.setting, target=transport_target("hccl"))))
 
 
 def test_a_schedule_without_parts_is_refused() -> None:

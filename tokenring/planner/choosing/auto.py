@@ -80,6 +80,8 @@ def plan_call(call: CallToPlan) -> Plan:
     First every member of every family in whole blocks, then the best of them in pieces and with part of the local
     tile kept for last. The same input gives the same plan, everywhere.
     """
+    if call.setting.interconnect.world_size > MADE_RANKS:
+        call = replace(call, modes={name: mode for name, mode in call.modes.items() if not mode.needs_all})
     with no_collection():  # a quarter of the time; what is made lives to the end
         found = within_limit(lambda setting: _plan(replace(call, setting=setting)), *_limited(call))
         found = with_few_connections(found, *_limited(call), lambda mode, name: _plan_named(call.in_mode(mode), name))

@@ -61,7 +61,7 @@ class CachedCall:
     def kernel_seconds(self, tokens: float, cached: float) -> float:
         """Return the seconds of one kernel from so many new tokens to so many cached ones."""
         size, rates = self.workload, self.machine.rates
-        flops = 2 * size.batch * size.q_heads * size.kv_dim * tokens * cached
+        flops = 2 * size.batch * size.q_heads * size.qo_dim * tokens * cached  # latents are read as keys and values
         rows = tokens * size.q_heads / size.kv_heads  # of a kv head
         computing = flops / (rates.tflops("forward", max(1, int(min(rows, cached)))) * 1e12)
         read = self.kv_bytes * cached / size.kv_length
