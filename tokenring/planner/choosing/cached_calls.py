@@ -8,7 +8,7 @@ themselves take is the same in all ways that leave keys and values in place, and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from tokenring.tables.rates import Machine
 
 LSE_BYTES = 4
 READS_ITS_RATE = "cpu-flash"  # the kernel whose rates were measured on what it reads from memory
-GAIN = 0.95  # of the time in which q moves: what is cached is copied first, which is in no formula
+GAIN = 0.95  # of the time of other ways: a ring has many rounds, and copies what is cached, which is in no formula
 MOST_LENGTH = 1 << 32  # tokens, up to which a crossover is looked for
 
 
@@ -125,15 +125,10 @@ def of_own_rows(call: CachedCall) -> str:
     To all at once only where a rank then holds no more than q of all tokens and their results are, which come to it
     where q moves: whether there is room for more is not known here.
     """
-    q, kv = _direct_q(call), min(_moving_ways(call), key=lambda way: way.seconds)
-    return kv.name if kv.seconds < GAIN * q.seconds else q.name
-
-
-def _moving_ways(call: CachedCall) -> Iterator[CachedWay]:
-    """Yield the ways with which what is cached moves, as far as they may be taken unasked."""
-    yield _ring(call)
+    ways = [(_direct_q(call), 1.0), (_ring(call), GAIN)]
     if goes_to_all(call):
-        yield _direct_kv(call)
+        ways.append((_direct_kv(call), 1.0))
+    return min(ways, key=lambda each: each[0].seconds / each[1])[0].name
 
 
 def goes_to_all(call: CachedCall) -> bool:
