@@ -37,8 +37,8 @@ REFUSED = {
     ("--operator", "row", "--wire", "mxfp"): "wire='mxfp': use one of bf16, fp16, mxint8, mxfp8",
     ("--operator", "row", "--width", "100", "--wire", "mxfp4"): "mxfp4 on the wire has blocks of 32 elements, which do",
     ("--operator", "row", "--wire", "fp16"): "fp16 on the wire has 16 bits an element, and saves nothing over torch.b",
-    ("--operator", "all-reduce", "--wire", "mxfp8"): "--wire does not go with --operator all-reduce",
-    ("--wire", "mxfp8"): "--wire goes with --operator column or row",
+    ("--operator", "all-reduce", "--wire", "bf16"): "bf16 on the wire has 16 bits an element, and saves nothing over",
+    ("--wire", "mxfp8"): "--wire goes with --operator NAME",
     ("--width", "4"): "--width is a size of --operator NAME, and attention has none",
 }
 
@@ -102,6 +102,18 @@ def test_collectives_are_ranked(written: str, capsys: pytest.CaptureFixture[str]
     assert (found["operator"], found["bytes"]) == (written.replace("_", "-"), 65536)
     busiest = {each["name"]: each["busiest_wire_bytes"] for each in found["schedules"]}
     assert set(busiest.values()) == {65536 * 3 // 4 * len(found["passes"])}  # a port carries all but a rank's own
+
+
+@pytest.mark.parametrize(("written", "times"), [("all-reduce", 2), ("reduce-scatter", 1), ("all-gather", 1)])
+def test_collectives_in_a_wire_format(written: str, times: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows are padded to whole blocks; two steps encode twice."""
+    given = ("--operator", written, "--bytes", "64k", "--schedules", "direct-q")
+    plain, wired = (as_json(capsys, *given, *more)["schedules"][0] for more in ((), ("--wire", "mxfp8")))
+    assert plain["busiest_wire_bytes"] >= 1.93 * wired["busiest_wire_bytes"]
+    assert wired["added_error"] == pytest.approx({"out": 0.0266 * times**0.5})
+    plan(*given, "--wire", "mxfp8")
+    said = f"in all, for normally distributed data: about out {0.0266 * times**0.5:.2g}"
+    assert said in capsys.readouterr().out
 
 
 def test_unfused_is_the_collectives_and_the_products() -> None:

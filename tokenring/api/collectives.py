@@ -19,8 +19,10 @@ from tokenring.runtime.executor import Executor
 def all_reduce(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """Return the sum of the ranks' tensors of one shape, on every rank; t is left as it is.
 
-    Sums are in fp32, rounded once. Raises ConfigurationError (ranks that differ), UnsupportedError (dtypes but fp32 and
-    bf16, tensors that want gradients) and PeerLost.
+    Sums are in fp32, rounded once. With a wire format parts are encoded on their way to the sum, and the sum on its way
+    to all ranks: its owner takes it as the others read it, so that all have the same.
+    Raises ConfigurationError (ranks that differ), UnsupportedError (dtypes but fp32 and bf16, tensors that want
+    gradients) and PeerLost.
     """
     check_parallel(tp)
     with tp.refusing("forward", t):
@@ -32,7 +34,7 @@ def all_reduce(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
         reducing, gathering = tp.begin(request, given, "forward", "backward")
         summed = _reduced(reducing, rows)
         with beginning(gathering.transport):
-            own = _as_own(taken(summed, t.dtype))
+            own = gathering.views.as_read(_as_own(taken(summed, t.dtype)))
         run(gathering, {"dy": own, "da": made})
     return made.flatten()[: t.numel()].view(t.shape)
 
@@ -63,6 +65,7 @@ def reduce_scatter(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
 def all_gather(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """Return the ranks' tensors t [n, ...], one after another: [P·n, ...].
 
+    With a wire format all ranks have them as they are decoded, their owners too.
     Raises ConfigurationError (ranks that differ), UnsupportedError and PeerLost, as all_reduce.
     """
     check_parallel(tp)
@@ -76,7 +79,9 @@ def all_gather(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
         made = own.new_empty(request.tokens, request.width)
     with tp.turn:
         (gathering,) = tp.begin(request, given, "backward")
-        run(gathering, {"dy": _as_own(own), "da": made})
+        with beginning(gathering.transport):
+            read = gathering.views.as_read(_as_own(own))
+        run(gathering, {"dy": read, "da": made})
     return made.view(ranks, -1)[:, : t.numel()].reshape(shape)
 
 

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         if getattr(options, name) is not None:
             raise ConfigurationError(f"--{name} is a size of --operator NAME, and attention has none")
     if options.wire is not None:
-        raise ConfigurationError("--wire goes with --operator column or row: plans of attention are without")
+        raise ConfigurationError("--wire goes with --operator NAME: plans of attention are without")
     if options.cached is not None:
         given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(UNUSED)))
         return _cached(options, given, console)
@@ -212,7 +212,7 @@ def options_parser() -> Parser:
     add("--layer", metavar="MODEL", help="plan all operators of one layer, of a config.json or a name (docs/layer.md)")
     add("--features", metavar="N", help="of column and row: output features of all ranks (28k)")
     add("--width", metavar="N", help="of column and row: elements of a token (8k)")
-    add("--wire", metavar="FORMAT", help="of column and row: a format of what travels, as mxfp8 (docs/layer.md)")
+    add("--wire", metavar="FORMAT", help="of an operator: a format of what travels, as mxfp8 (docs/layer.md)")
     add("--bytes", metavar="N", help="of a collective: the whole tensor (16M)")
     add("--cached", metavar="N", help="plan inference: new tokens over a KV cache of so many (docs/inference.md)")
     add("--tokens", default=ONE_TOKEN, metavar="N", help="new tokens over --cached (1: decode)")

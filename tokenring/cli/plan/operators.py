@@ -18,7 +18,9 @@ from tokenring.ir.wire_formats import (
     check_smaller,
     check_width,
     codecs_of,
+    collected,
     encodings,
+    padded,
     wire_report,
 )  # fmt: skip
 from tokenring.planner.choosing.linear import (
@@ -40,7 +42,7 @@ OF_ATTENTION = {  # options that say nothing of a linear layer, by their names i
     "heads", "kv_heads", "dim", "value_dim", "batch", "mask", "layout", "tp", "cached", "tokens", "model", "sweep",
     "svg", "mask_svg", "explain", "timeline", "save", "memory_limit", "transport", "all", "no_cache",
 }  # fmt: skip
-OF_LAYERS, OF_COLLECTIVES = {"seq", "features", "width", "passes", "wire"}, {"bytes"}
+OF_LAYERS, OF_COLLECTIVES = {"seq", "features", "width", "passes"}, {"bytes"}
 MOST_RANKS = 64  # above, nothing is simulated
 STAYS = {"Q": "weights", "KV": "tokens"}
 FORMAT, VERSION = "tokenring-operator-plan", 1
@@ -51,7 +53,7 @@ UNFUSED = {"tokenring": "unfused, over a ring", "direct-q": "unfused, direct"}
 class OperatorCall:
     """A layer or collective to plan for.
 
-    kind: the schedules' operator. nbytes: of a collective's whole tensor. wire: a layer's format on the wire.
+    kind: the schedules' operator. nbytes: of a collective's whole tensor. wire: the format of what travels.
     """
 
     operator: str
@@ -104,10 +106,13 @@ def operator_call(options: argparse.Namespace, given: argparse.Namespace) -> Ope
         raise ConfigurationError(
             f"--operator {name} over {ranks} ranks: {MOST_RANKS} at most are simulated; say --ranks N of one group"
         )
+    if options.wire is not None:
+        check_smaller(options.wire, dtype)
     if name in COLLECTIVES:
         nbytes = read_size("--bytes", options.bytes or BYTES)
         rows = ranks * MOST_PIECES
         width = -(-nbytes // (dtype.itemsize * rows))
+        width = width if options.wire is None else padded(options.wire, width)
         kind, passes, size = "reduce", COLLECTIVES[name], Workload(1, rows, ranks, 1, 1, width, dtype)
         names: Sequence[str] = (*CANDIDATES["weights"], *_grids(ranks, "mesh-q"))
     else:
@@ -120,7 +125,6 @@ def operator_call(options: argparse.Namespace, given: argparse.Namespace) -> Ope
                 raise ConfigurationError(f"--{each} {count}: {ranks} ranks do not divide it")
         if options.wire is not None:
             check_width(options.wire, width)
-            check_smaller(options.wire, dtype)
         kind, passes, size = name, PASSES[options.passes], Workload(1, tokens, features, 1, 1, width, dtype)
         names = (*CANDIDATES["weights"], *CANDIDATES["tokens"], *_grids(ranks, "tiles"))
     if ranks > FEW_RANKS:
@@ -231,6 +235,8 @@ def operator_report(call: OperatorCall, found: Sequence[RankedSchedule]) -> str:
 
 def _errors(call: OperatorCall, each: RankedSchedule) -> dict[str, float]:
     """Return the relative error that wire formats add to each result, by its name."""
+    if call.kind == "reduce":
+        return {"out": added_error(collected(each.schedule, call.setting.passes))}
     return {
         result: added_error(forms)
         for direction in call.setting.passes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from tokenring.errors import ConfigurationError, ScheduleError, UnsupportedError
 from tokenring.ir.operators import OPERATORS
 from tokenring.ir.schedule_data import PASSES, Pass
-from tokenring.ir.wire_formats import encoded
+from tokenring.ir.wire_formats import FORMATS, encoded, padded
 from tokenring.planner.interconnects.interconnect import full_mesh
 from tokenring.planner.simulation.predict import Prediction, Setting, predict
 from tokenring.schedule.names import make_schedule
@@ -61,6 +61,7 @@ def collective(
         return "direct-q"
     rows = ranks * MOST_PIECES
     width = -(-(1 << (elements - 1).bit_length()) // rows)
+    width = max((padded(name, width) for _, name in codecs if name in FORMATS), default=width)
     return choose("reduce", Workload(1, rows, ranks, 1, 1, width, dtype), ranks, "weights", topology, codecs)
 
 
