@@ -18,6 +18,7 @@ BIAS = 127  # of a scale's byte, and of the exponents of fp32
 MANTISSA_BITS = 23  # of fp32
 HIGHEST, NOT_FINITE = 254, 255  # bytes of scales
 NAN_BITS = 0x7FC00000  # of fp32
+HALF_BITS = 0x3F80 - 0x8000  # of fp16, as int16: its sign, and what E4M3 has of its exponent and mantissa
 
 
 class BlockCodec(ABC):
@@ -86,6 +87,19 @@ def _powers(exponents: torch.Tensor) -> torch.Tensor:
     return bits.masked_fill_(exponents == NOT_FINITE, NAN_BITS).view(torch.float32)
 
 
+def _read_e4m3(elements: torch.Tensor, into: torch.Tensor) -> None:
+    """Read bytes as E4M3, of which NaN is never written.
+
+    A CPU reads them as fp16 in a quarter of the time that it takes to copy FP8: exponents of fp16 are larger by eight.
+    """
+    if elements.device.type != "cpu":
+        into.copy_(elements.view(torch.float8_e4m3fn))
+        return
+    bits = elements.view(torch.int8).to(torch.int16)  # with the sign in all bits from the seventh on
+    bits.bitwise_left_shift_(7).bitwise_and_(HALF_BITS)
+    into.copy_(bits.view(torch.float16).to(torch.float32).mul_(2.0**8))
+
+
 class _Float8(BlockCodec):
     dtype: ClassVar[torch.dtype]
 
@@ -100,6 +114,9 @@ class E4M3(_Float8):
     """FP8 with three bits of mantissa: MXFP8, as activations have it."""
 
     largest, dtype = 448.0, torch.float8_e4m3fn
+
+    def _read(self, elements: torch.Tensor, into: torch.Tensor) -> None:
+        _read_e4m3(elements, into)
 
 
 class E5M2(_Float8):
@@ -136,6 +153,6 @@ class E2M1(BlockCodec):
     def _read(self, elements: torch.Tensor, into: torch.Tensor) -> None:
         """Read them as E4M3, whose exponents are larger by six where the bits stand in the same places."""
         pairs = _apart(into, 2)
-        pairs[..., 0].copy_((((elements & 7) << 2) | ((elements & 8) << 4)).view(torch.float8_e4m3fn))
-        pairs[..., 1].copy_((((elements & 0x70) >> 2) | (elements & 0x80)).view(torch.float8_e4m3fn))
+        _read_e4m3(((elements & 7) << 2) | ((elements & 8) << 4), pairs[..., 0])
+        _read_e4m3(((elements & 0x70) >> 2) | (elements & 0x80), pairs[..., 1])
         into.mul_(64)

@@ -34,7 +34,7 @@ def all_reduce(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
         reducing, gathering = tp.begin(request, given, "forward", "backward")
         summed = _reduced(reducing, rows)
         with beginning(gathering.transport):
-            own = gathering.views.as_read(_as_own(taken(summed, t.dtype)))
+            own = _as_own(taken(summed, t.dtype))
         run(gathering, {"dy": own, "da": made})
     return made.flatten()[: t.numel()].view(t.shape)
 
@@ -79,9 +79,7 @@ def all_gather(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
         made = own.new_empty(request.tokens, request.width)
     with tp.turn:
         (gathering,) = tp.begin(request, given, "backward")
-        with beginning(gathering.transport):
-            read = gathering.views.as_read(_as_own(own))
-        run(gathering, {"dy": read, "da": made})
+        run(gathering, {"dy": _as_own(own), "da": made})
     return made.view(ranks, -1)[:, : t.numel()].reshape(shape)
 
 
