@@ -23,6 +23,7 @@ Made = TypeVar("Made", bound="ScheduleData")
 Codecs = tuple[tuple[str, str], ...]
 SHORT = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}  # formats that are a dtype
 ENCODED: tuple[Kind, ...] = ("kv", "q", "q_partial")  # of a linear layer with a format: never gradients of weights
+REQUESTS_ENCODED: tuple[Kind, ...] = ("kv", "q")  # of attention with a format: never its results
 # What is encoded on the way to a result: the factors that may travel, and itself where it goes home.
 ON_THE_WAY: Mapping[str, Mapping[Pass, Mapping[str, tuple[Kind, ...]]]] = {
     "column": {"forward": {"c": ("q", "kv")}, "backward": {"dx": ("kv", "q_partial"), "dw": ("q",)}},
