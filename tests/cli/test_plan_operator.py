@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from tokenring.cli.plan.command import main
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.ir.operators import OPERATORS
-from tokenring.ir.schedule_data import Pass
+from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.planner.choosing import linear
 from tokenring.planner.interconnects.interconnect import full_mesh
 from tokenring.planner.simulation.predict import Setting, predict
@@ -19,6 +20,7 @@ from tokenring.schedule.names import make_schedule
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import Full
 from tokenring.sequence.workload import Workload
+from tokenring.tables.launching import Launching
 from tokenring.tables.rates import Machine, Messages, constant
 
 SIZES = ["--seq", "2k", "--features", "1k", "--width", "512"]
@@ -135,6 +137,32 @@ def test_unfused_is_the_collectives_and_the_products() -> None:
     for (operator, passes), moving in wanted.items():
         setting = Setting(size, net, machine, passes)
         assert linear.unfused_seconds(operator, setting, "tokenring", 0.5) == pytest.approx(moving + 0.5, rel=1e-12)
+
+
+def test_unfused_counts_launches_of_products_that_nothing_hides() -> None:
+    """Of a pass that begins with one: dx of column, y of row. Others are launched while a collective moves."""
+    size, rates = Workload(1, 512, 256, 1, 1, 64, torch.bfloat16), constant(0.1)
+    launched = replace(rates, launching=Launching(1e-3, "npu-fusion"))
+    wanted: dict[tuple[str, tuple[Pass, ...]], int] = {
+        ("column", ("forward",)): 0, ("column", ("forward", "backward")): 1,
+        ("row", ("forward",)): 1, ("row", ("backward",)): 0,
+    }  # fmt: skip
+    for (operator, passes), count in wanted.items():
+        setting = Setting(size, full_mesh(4, 1.0), Machine(launched, Messages(20e-6, 10e-6)), passes)
+        moving = sum(_moved(operator, each, setting) for each in passes)
+        found = linear.unfused_seconds(operator, setting, "direct-q", 0.5)
+        assert found == pytest.approx(moving + 0.5 + count * 1e-3, rel=1e-12)
+
+
+def _moved(operator: str, direction: Pass, setting: Setting) -> float:
+    """What the collectives of a pass take: column's backward has two."""
+    rows, columns = make_layout("contiguous", 4, 512), make_layout("contiguous", 4, 4)
+    made = make_schedule("direct-q", rows, columns, Full()).replace(operator=OPERATORS["reduce"])
+    of = replace(setting, workload=Workload(1, 512, 4, 1, 1, 64, torch.bfloat16))
+    by = {each: predict(made, replace(of, passes=(each,))).seconds for each in PASSES}
+    gathers = operator == "column" or direction == "backward"
+    reduces = (operator, direction) in (("column", "backward"), ("row", "forward"))
+    return gathers * by["backward"] + reduces * by["forward"]
 
 
 @pytest.mark.parametrize("options", REFUSED, ids=" ".join)
