@@ -17,7 +17,7 @@ from tokenring.ir.wire_formats import WireFormat
 BIAS = 127  # of a scale's byte, and of the exponents of fp32
 MANTISSA_BITS = 23  # of fp32
 HIGHEST, NOT_FINITE = 254, 255  # bytes of scales
-NAN_BITS = 0x7FC00000  # of fp32
+NAN_BITS, MAGNITUDE_BITS = 0x7FC00000, 0x7FFFFFFF  # of fp32
 HALF_BITS = 0x3F80 - 0x8000  # of fp16, as int16: its sign, and what E4M3 has of its exponent and mantissa
 
 
@@ -29,12 +29,12 @@ class BlockCodec(ABC):
     def __init__(self, form: WireFormat) -> None:
         self.format = form
         bits = int(struct.unpack("<I", struct.pack("<f", self.largest))[0])
-        self._exponent, self._mantissa = (bits >> MANTISSA_BITS) - BIAS, bits & ((1 << MANTISSA_BITS) - 1)
+        self._rounded_up = (BIAS << MANTISSA_BITS) - bits + (1 << MANTISSA_BITS) - 1
 
     def encode(self, rows: torch.Tensor, into: torch.Tensor) -> None:
         """Write rows [..., width] as bytes [..., row_bytes]."""
         blocks = _apart(rows.to(torch.float32), self.format.block)
-        scales = self._scales(blocks.abs().amax(-1))
+        scales = self._scales((blocks.view(torch.int32) & MAGNITUDE_BITS).amax(-1))
         scaled = (blocks * _powers(HIGHEST - scales).unsqueeze(-1)).flatten(-2)
         elements, into_scales = self._parts(into)
         self._write(scaled, elements)
@@ -61,11 +61,13 @@ class BlockCodec(ABC):
         return rows[..., :-blocks], rows[..., -blocks:]
 
     def _scales(self, largest: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of scales, of the largest magnitude of each block; int32."""
-        bits = largest.contiguous().view(torch.int32)
-        exponent, mantissa = bits >> MANTISSA_BITS, bits & ((1 << MANTISSA_BITS) - 1)
-        scales = (exponent - self._exponent + (mantissa > self._mantissa)).clamp_(0, HIGHEST)
-        return scales.masked_fill_(exponent == NOT_FINITE, NOT_FINITE)
+        """Return the bytes of scales, of the bits of the largest magnitude of each block; int32.
+
+        Bits of magnitudes have the order of these. The exponent of the quotient by an element's largest is that of the
+        difference of both, rounded up.
+        """
+        scales = ((largest + self._rounded_up) >> MANTISSA_BITS).clamp_(0, HIGHEST)
+        return scales.masked_fill_(largest >= NOT_FINITE << MANTISSA_BITS, NOT_FINITE)
 
     @abstractmethod
     def _write(self, scaled: torch.Tensor, into: torch.Tensor) -> None:
@@ -84,7 +86,7 @@ def _apart(rows: torch.Tensor, count: int) -> torch.Tensor:
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
     """Return two to the power of bytes less the bias, in fp32: subnormal at 0, and NaN at 255, which -1 is, too."""
     exponents = exponents.to(torch.int32) & NOT_FINITE
-    bits = (exponents << MANTISSA_BITS).masked_fill_(exponents == 0, 1 << (MANTISSA_BITS - 1))
+    bits = (exponents << MANTISSA_BITS).clamp_(min=1 << (MANTISSA_BITS - 1))
     return bits.masked_fill_(exponents == NOT_FINITE, NAN_BITS).view(torch.float32)
 
 

@@ -43,12 +43,12 @@ class CodecCost(NamedTuple):
 
 
 ENCODING = {
-    "bf16": CodecCost(1, 8), "fp16": CodecCost(1, 8), "mxint8": CodecCost(24, 60), "mxfp8": CodecCost(21, 36),
-    "mxfp8-e5m2": CodecCost(21, 36), "mxfp4": CodecCost(40, 106),
+    "bf16": CodecCost(1, 8), "fp16": CodecCost(1, 8), "mxint8": CodecCost(20, 59), "mxfp8": CodecCost(17, 35),
+    "mxfp8-e5m2": CodecCost(17, 35), "mxfp4": CodecCost(36, 105),
 }  # fmt: skip
 DECODING = {
-    "bf16": CodecCost(1, 10), "fp16": CodecCost(1, 10), "mxint8": CodecCost(12, 35), "mxfp8": CodecCost(11, 27),
-    "mxfp8-e5m2": CodecCost(11, 27), "mxfp4": CodecCost(22, 45),
+    "bf16": CodecCost(1, 10), "fp16": CodecCost(1, 10), "mxint8": CodecCost(11, 35), "mxfp8": CodecCost(10, 27),
+    "mxfp8-e5m2": CodecCost(10, 27), "mxfp4": CodecCost(21, 45),
 }  # fmt: skip
 
 
