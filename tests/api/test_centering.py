@@ -59,6 +59,44 @@ def test_attention_is_the_same(ranks: RankPools, world: int) -> None:
     assert left.abs().max() < 1e-5
 
 
+def compiled(here: Here, backend: str) -> bool:
+    """Whether a compiled call, both passes, gives the bits of an eager one."""
+    torch.compiler.reset()
+    with here.cp(schedule="ring") as cp:
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return tr.attention(q, tr.centered(k, cp), v, cp, is_causal=True)
+
+        of = [tr.shard(each, cp, dim=1).detach().requires_grad_() for each in whole()]
+        found = []
+        for call in (attend, torch.compile(attend, backend=backend, fullgraph=True)):
+            out = call(*of)
+            found.append([out.detach(), *torch.autograd.grad(out, of, torch.ones_like(out).cumsum(1))])
+        with pytest.raises(tr.ConfigurationError, match=r"was given \[3, 4\]: give keys"):
+            torch.compile(lambda k: tr.centered(k, cp), backend=backend, fullgraph=True)(torch.ones(3, 4))
+        return all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+def test_compiled_without_a_graph_break(ranks: RankPools, backend: str) -> None:
+    assert all(ranks(2)(compiled, backend))
+
+
+def closed(here: Here) -> bool:
+    """Whether what adds up over the ranks is made once, and closed with the context."""
+    with here.cp(schedule="ring") as cp:
+        for _ in range(2):
+            tr.centered(torch.ones(1, 4, 1, 8), cp)
+        (adder,) = cp.adders.values()
+    with pytest.raises(tr.ConfigurationError, match="was closed"):
+        tr.all_reduce(torch.ones(2), adder)
+    return True
+
+
+def test_what_adds_up_is_closed_with_the_context(ranks: RankPools) -> None:
+    assert all(ranks(2)(closed))
+
+
 def errors_of(here: Here, mean: float, center: bool) -> Errors:
     return errors(mean, torch.bfloat16, transport_of(here), "direct-kv", "mxfp8", center)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
 from oracle import relative_error
@@ -64,6 +66,23 @@ def test_a_format_is_taken_on_slow_links(ranks: RankPools, max_error: float, for
         assert sent < 0.85 * more
 
 
+def small_gradients(here: Here) -> tuple[dict[str, str], float]:
+    """The formats of a call in fp32 whose gradient of out is 1e-9 in size, and the error of dk."""
+    with here.cp(schedule="auto", topology=full_mesh(here.world_size, SLOW), max_error=0.0045) as cp:
+        q, k, v, dout = (tr.shard(each.float(), cp, dim=1).detach() for each in tensors())
+        out = tr.attention(q, k.requires_grad_(), v, cp, is_causal=True)
+        (dk,) = torch.autograd.grad(out, k, 1e-9 * dout)
+        return tr.plan(q, k, v, cp, is_causal=True).schedule.formats, relative_error(
+            1e9 * dk, tr.shard(unsplit()[2], cp, dim=1)
+        )
+
+
+def test_small_gradients_are_not_lost(ranks: RankPools) -> None:
+    """Not so in fp16, which has fewer exponents than tensors in fp32."""
+    for formats, error in ranks(2)(small_gradients):
+        assert formats == {"kv": "bf16", "q": "bf16"} and error <= 0.0045
+
+
 def test_none_is_taken_on_fast_links(ranks: RankPools) -> None:
     for _, formats, reason, _, _ in ranks(2)(attended, FAST, 0.25):
         assert not formats and "no wire format within an error of 0.25 makes it faster" in reason
@@ -73,6 +92,16 @@ def test_none_is_taken_on_fast_links(ranks: RankPools) -> None:
 def test_numbers_that_are_refused(given: object) -> None:
     with pytest.raises(tr.ConfigurationError, match=r"max_error=.*: give a number above 0, as 0\.05"):
         tr.ContextParallel("self", max_error=given)  # type: ignore[arg-type]
+
+
+def fraction(here: Here) -> bool:
+    x = torch.ones(1, 8, 2, 64)
+    with here.cp(schedule="auto", topology=full_mesh(2, SLOW), max_error=Fraction(1, 20)) as cp:
+        return bool(tr.attention(x, x, x, cp).eq(1).all()) and "0.05 allowed" in tr.plan(x, x, x, cp).reason
+
+
+def test_any_real_number_is_taken(ranks: RankPools) -> None:
+    assert all(ranks(2)(fraction))
 
 
 def test_named_schedules_take_a_format_by_name() -> None:

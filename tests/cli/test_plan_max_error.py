@@ -56,6 +56,13 @@ def test_none_on_fast_links(capsys: pytest.CaptureFixture[str]) -> None:
     assert "; no wire format within an error of 0.3 makes it faster" in capsys.readouterr().out
 
 
+def test_many_ranks_say_that_none_was_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a forecast, too, as of 512 ranks."""
+    for hosts in ("8", "64"):
+        assert plan("--topology", f"preset:mi300x-8*{hosts}", "--max-error", "0.3") == 0
+        assert "; no wire format was tried, as one host stands for all" in capsys.readouterr().out
+
+
 REFUSED = {
     ("--max-error", "0"): "--max-error 0: give a number above 0, as 0.05",
     ("--max-error", "nan"): "--max-error nan: give a number above 0",

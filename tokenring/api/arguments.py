@@ -149,9 +149,9 @@ def wire_text(wire: str | None, max_error: float | None, request: Request, named
         from tokenring.backends.codecs.trial import check_device
         from tokenring.planner.formats.error_budget import allowed
 
-        for form in allowed(request.workload, ("forward",), max_error):
+        for form in allowed(request.workload, ("forward",), float(max_error)):
             check_device(form.name, request.workload.dtype, request.device)
-        return f", formats on the wire within an error of {max_error:g}"
+        return f", formats on the wire within an error of {float(max_error):g}"
     return "" if wire is None else f", {wire} on the wire of {named()}"
 
 

@@ -14,11 +14,14 @@ import torch
 from tokenring.api.autograd import in_transform, refuse_transforms
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context, check_tensor
+from tokenring.api.standing import context_of
 from tokenring.api.tensor_parallel import DTYPES, Given, LinearRequest, TensorParallel, check_parallel, run, taken
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import beginning, refusing
 from tokenring.runtime.executor import Executor
 from tokenring.sequence.workload import DTYPES as KEY_DTYPES
+
+TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 
 
 def all_reduce(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
@@ -94,26 +97,18 @@ def centered(k: torch.Tensor, cp: ContextParallel) -> torch.Tensor:
     k: [B, T, H, D], this rank's part. Scores of a query all change by the same then, so that `attention` gives the same
     out and gradients, which go to k unchanged; its lse is less by scale · q · mean. Not so with softcap or sinks.
     A wire format (ContextParallel(wire=...)) rounds keys by their size: without a mean, by what scores are made of.
-    All ranks call it together: it costs a message of B · H · D numbers in fp32 to each, and a pass over k.
+    All ranks call it together: it costs a message of B · H · D numbers in fp32 to each, and a pass over k. Under
+    torch.compile the mean is one operator. A key that is not finite makes all of its head NaN.
 
     Raises ConfigurationError (shapes, ranks that differ), UnsupportedError and PeerLost.
     """
     check_context(cp)
-    with refusing(cp, "forward", k):
-        cp.check_open()
+    if torch.compiler.is_compiling():
         if not isinstance(k, torch.Tensor):
-            raise ConfigurationError(f"centered was given a {type(k).__name__}: give keys [B, T, H, D]")
-        check_tensor("centered", k)
-        if k.dim() != 4 or 0 in (k.shape[0], *k.shape[2:]):
-            raise ConfigurationError(f"centered was given {list(k.shape)}: give keys [B, T, H, D]")
-        if k.dtype not in KEY_DTYPES:
-            raise UnsupportedError(f"centered in {k.dtype} is not supported; use float32, bfloat16 or float16")
-    with torch.no_grad(), torch.autocast(k.device.type, enabled=False):
-        own = k.detach().sum(1, dtype=torch.float32).flatten()
-        both = torch.cat((own, own.new_tensor([float(k.shape[1])])))  # with how many they are: ranks may differ
-        if cp.world_size > 1:
-            both = all_reduce(both, _adder(cp, k.device))
-        mean = (both[:-1] / both[-1].clamp(min=1.0)).view(k.shape[0], 1, *k.shape[2:])
+            raise ConfigurationError(_no_tensor(k))
+        mean: torch.Tensor = torch.ops.tokenring.key_mean(k.detach(), cp.handle)
+    else:
+        mean = _mean(k, cp)
     return (k.float() - mean).to(k.dtype)
 
 
@@ -149,12 +144,49 @@ def _as_own(rows: torch.Tensor) -> torch.Tensor:
     return rows[None, :, None, :]
 
 
+# ---------- the mean of keys
+
+
+def _mean(k: torch.Tensor, cp: ContextParallel) -> torch.Tensor:
+    """Return the mean of all ranks' keys in fp32: [B, 1, H, D]."""
+    with refusing(cp, "forward", k):
+        cp.check_open()
+        if not isinstance(k, torch.Tensor):
+            raise ConfigurationError(_no_tensor(k))
+        check_tensor("centered", k)
+        if k.dim() != 4 or 0 in (k.shape[0], *k.shape[2:]):
+            raise ConfigurationError(f"centered was given {list(k.shape)}: give keys [B, T, H, D]")
+        if k.dtype not in KEY_DTYPES:
+            raise UnsupportedError(f"centered in {k.dtype} is not supported; use float32, bfloat16 or float16")
+    with torch.no_grad(), torch.autocast(k.device.type, enabled=False):
+        own = k.detach().sum(1, dtype=torch.float32).flatten()
+        both = torch.cat((own, own.new_tensor([float(k.shape[1])])))  # with how many they are: ranks may differ
+        if cp.world_size > 1:
+            both = all_reduce(both, _adder(cp, k.device))
+        return (both[:-1] / both[-1].clamp(min=1.0)).view(k.shape[0], 1, *k.shape[2:])
+
+
+@torch.library.custom_op("tokenring::key_mean", mutates_args=(), schema="(Tensor k, str context) -> Tensor", tags=TAGS)
+def _key_mean(k: torch.Tensor, context: str) -> torch.Tensor:
+    return _mean(k, context_of(context))
+
+
+@_key_mean.register_fake
+def _(k: torch.Tensor, context: str) -> torch.Tensor:
+    shape = (k.shape[0], 1, *k.shape[2:]) if k.dim() == 4 else [1] * k.dim()  # else refused when it runs, by all
+    return k.new_empty(shape, dtype=torch.float32)
+
+
+def _no_tensor(k: object) -> str:
+    return f"centered was given a {type(k).__name__}: give keys [B, T, H, D]"
+
+
 def _adder(cp: ContextParallel, device: torch.device) -> TensorParallel:
-    """Return what adds up over the ranks of a context, made at its first use and kept with it."""
-    kept: dict[str, object] = vars(cp)
-    made = kept.get("_adder")
+    """Return what adds up over the ranks of a context, made at its first use of a transport; it is closed with it."""
+    transport = cp.transport_for(device)
+    assert transport is not None  # there are several ranks
+    made = cp.adders.get(transport)
     if not isinstance(made, TensorParallel):
-        transport = cp.transport_for(device)
-        assert transport is not None  # there are several ranks
-        made = kept["_adder"] = TensorParallel(cp.group, "direct-q", transport, timeout_seconds=cp.timeout_seconds)
+        made = TensorParallel(cp.group, "direct-q", transport, timeout_seconds=cp.timeout_seconds)
+        cp.adders[transport] = made
     return made

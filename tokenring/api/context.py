@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -90,8 +90,9 @@ class ContextParallel(Standing):
     """
 
     _internal = frozenset((
-        "active_trace", "agreed_plan", "agreed_sizes", "check_open", "closed", "cuts", "executor", "handle", "kernel",
-        "layout_for", "lengths", "made_transport", "plan", "plans", "pool", "speaker", "transport_for", "turn",
+        "active_trace", "adders", "agreed_plan", "agreed_sizes", "check_open", "closed", "cuts", "executor", "handle",
+        "kernel", "layout_for", "lengths", "made_transport", "plan", "plans", "pool", "speaker", "transport_for",
+        "turn",
     ))  # fmt: skip
 
     def __init__(
@@ -118,9 +119,9 @@ class ContextParallel(Standing):
         self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
         self.topology, self.tensor_parallel, self.memory_limit_bytes = topology, tensor_parallel, memory_limit_bytes
         self.pieces, self.kernel_name, self.wire, self.max_error = pieces, kernel, wire, max_error
-        self.timeout_seconds = seconds_limit(timeout_seconds)
-        self._transport, self._closed = transport, False
+        self._transport, self._closed, self.timeout_seconds = transport, False, seconds_limit(timeout_seconds)
         self._made_here: dict[str, Transport] = {}
+        self.adders: dict[Transport, Any] = {}  # of means of keys: see `collectives`
         self._spoken: Transport | None = None  # by which the ranks agreed last
         self._pools: dict[torch.device, Pool] = {}
         self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_plan))
@@ -134,8 +135,7 @@ class ContextParallel(Standing):
         check_transport(self._transport, self.rank, self.world_size)
         check_schedule(self.schedule, self.pieces, self.world_size)
         check_wire(self.wire, self.schedule, self.max_error)
-        self.turn = turn_of(transport, self.world_size)
-        self.handle = new_handle(self)
+        self.turn, self.handle = turn_of(transport, self.world_size), new_handle(self)
 
     def __repr__(self) -> str:
         names = [each if isinstance(each, str) else each.name for each in (self.schedule, self.layout)]
@@ -156,7 +156,7 @@ class ContextParallel(Standing):
         self._executor.cache_clear()
         self._pools.clear()
         self.agreed_sizes.clear()
-        for made in self._made_here.values():
+        for made in (*self.adders.values(), *self._made_here.values()):
             made.close()
         self._made_here.clear()
         self._spoken = None

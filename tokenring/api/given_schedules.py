@@ -83,7 +83,7 @@ def planned(
     if max_error is not None:
         from tokenring.planner.formats.error_budget import within_error
 
-        refine = partial(within_error, max_error=max_error)
+        refine = partial(within_error, max_error=float(max_error))
     found = planner.plan(request, layouts, kernel, None if transport is None else transport.target, modes, refine)
     why = getattr(transport, "why", "")
     return replace(found, reason=f"{found.reason}; {why}") if why else found

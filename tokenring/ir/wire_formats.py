@@ -161,6 +161,4 @@ def wire_report(schedule: ScheduleData, passes: Iterable[Pass] = PASSES) -> list
             lines.append(
                 f"relative error that this adds, {where}, for normally distributed data: about {', '.join(errors)}"
             )
-    if lines:
-        lines.append("encoding and decoding are predicted as one pass over memory each, which is the least they take")
     return lines

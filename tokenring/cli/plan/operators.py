@@ -226,6 +226,8 @@ def operator_report(call: OperatorCall, found: Sequence[RankedSchedule]) -> str:
     ]
     lines += _by_what_stays(found)
     lines += wire_report(best.schedule, setting.passes)
+    if best.schedule.formats:
+        lines.append("encoding and decoding are predicted as one pass over memory each, which is the least they take")
     wire = "" if call.wire is None else f', wire="{call.wire}"'
     program = f'tr.TensorParallel(schedule="{best.name}"{wire})'
     lines.append(f"in a program: {program}; all times are predicted, none is measured")

@@ -28,6 +28,9 @@ from tokenring.sequence.workload import Workload
 
 MOST_NAMES = 6  # schedules that are tried in each format
 LEAST_GAIN = 0.02  # of the time without a format: for less none is taken
+FEW_EXPONENTS = frozenset({"fp16"})
+OF_MANY_RANKS = "no wire format was tried, as one host stands for all"
+OF_LATENTS, OF_NO_TIME = "latents travel in no wire format", "no wire format was tried, as no time is predicted"
 OPERATOR_SECONDS = 5e-6  # of one of torch's, at most: an operation of ours, beside kernels, may be several
 # Encodings on the way to the result that has most: to out those of q and k in scores, and of v; to dk those of k, of v,
 # and twice of q (also in scores) and dout (also in delta). Scores are taken to have a spread of 1: so much do errors
@@ -73,12 +76,16 @@ def attention_error(form: WireFormat, passes: tuple[Pass, ...]) -> float:
 
 
 def allowed(size: Workload, passes: tuple[Pass, ...], max_error: float) -> list[WireFormat]:
-    """Return the formats that keep to the error, fit the sizes and save bytes; of those as small, the most exact."""
+    """Return the formats that keep to the error, fit the sizes and save bytes; of those as small, the most exact.
+
+    Not those of fewer exponents than tensors have: gradients of a mean loss may be so small that they would be lost.
+    """
     fitting = [
         form
         for form in FORMATS.values()
         if attention_error(form, passes) <= max_error
         and form.element_bits < 8 * size.itemsize
+        and form.name not in FEW_EXPONENTS
         and not any(width % form.block for width in (size.head_dim, size.value_dim))
     ]
     return [form for form in fitting if not any(_is_better(other, form, size.head_dim) for other in fitting)]
@@ -89,11 +96,16 @@ def _is_better(other: WireFormat, form: WireFormat, width: int) -> bool:
 
 
 def within_error(plan: Plan, call: CallToPlan, max_error: float) -> Plan:
-    """Return the plan, or that of the same call in a format which adds no more than this error and makes it faster."""
+    """Return the plan, or that of the same call in a format which adds no more than this error and makes it faster.
+
+    Its reason says why none is taken.
+    """
     size, passes = call.setting.workload, call.setting.passes
     plain_seconds = plan.candidates[0].predicted_seconds if plan.candidates else None
-    if plain_seconds is None or size.latent_dim is not None or is_folded(call):
-        return plan
+    if is_folded(call):
+        return replace(plan, reason=f"{plan.reason}; {OF_MANY_RANKS}")
+    if plain_seconds is None or size.latent_dim is not None:
+        return replace(plan, reason=f"{plan.reason}; {OF_LATENTS if size.latent_dim else OF_NO_TIME}")
     over = call.in_mode(plan.transport)
     forms = allowed(size, passes, max_error)
     found = [each for form in forms for each in _in_format(over, _names(plan), form)]
