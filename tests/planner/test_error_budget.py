@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tokenring.backends.codecs.choice import codec_of
 from tokenring.ir.wire_formats import FORMATS, codecs_of, encoded
+from tokenring.lowering.target import Target
 from tokenring.planner.choosing.auto import CallToPlan, is_folded, make, plan_call
 from tokenring.planner.choosing.judged import RISK
 from tokenring.planner.formats.error_budget import (
@@ -110,6 +111,20 @@ def test_a_memory_limit_holds() -> None:
     limited = replace(of, memory_limit_bytes=best)
     found = within_error(plan_call(limited), limited, 0.3)
     assert predict(found.schedule, of.setting).peak_bytes <= best
+
+
+@pytest.mark.parametrize("limit", ["advised_connections", "most_connections"])
+def test_no_more_connections_than_may_be(limit: str) -> None:
+    """A ring has two at a rank, or four where directions have their own; direct schedules have more."""
+    of = replace(asked(SLOW), families=("ring", "direct-kv"))
+    ring, direct = (plan_call(replace(of, families=(name,))).candidates[0] for name in of.families)
+    plan = replace(plan_call(replace(of, families=("ring",))), candidates=(ring, direct))
+    assert within_error(plan, of, 0.3).name == direct.name
+    target = Target(connection_bytes=1, **{limit: 4})  # type: ignore[arg-type]
+    few = replace(of, setting=replace(of.setting, target=target))
+    found = within_error(plan, few, 0.3)
+    assert found.name == ring.name and found.schedule.formats
+    assert predict(found.schedule, few.setting).connections <= 4
 
 
 class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ from tokenring.planner.choosing.auto import CallToPlan, is_folded, make
 from tokenring.planner.choosing.candidates import Candidate
 from tokenring.planner.choosing.judged import RISK
 from tokenring.planner.choosing.plan import Plan
+from tokenring.planner.choosing.select import check_connections
 from tokenring.planner.simulation.predict import Prediction, Setting, predict
 from tokenring.proof.encodings import check_codecs
 from tokenring.schedule.schedule import Schedule
@@ -109,6 +110,9 @@ def within_error(plan: Plan, call: CallToPlan, max_error: float) -> Plan:
     over = call.in_mode(plan.transport)
     forms = allowed(size, passes, max_error)
     found = [each for form in forms for each in _in_format(over, _names(plan), form)]
+    if (advised := call.setting.target.advised_connections) is not None:
+        most = max(advised, plan.candidates[0].connections or 0)
+        found = [each for each in found if each.prediction.connections <= most]
     best = min(found, key=lambda each: each.weighed_seconds, default=None)
     if best is None or best.seconds > plain_seconds * (1 - LEAST_GAIN):
         return replace(plan, reason=f"{plan.reason}; no wire format within an error of {max_error:g} makes it faster")
@@ -136,6 +140,7 @@ def _in_format(call: CallToPlan, names: Sequence[str], form: WireFormat) -> list
             plain = make(call, name)
             made = encoded(plain, codecs)
             check_codecs(made)
+            check_connections(plain, setting)
         except (ConfigurationError, ScheduleError, UnsupportedError):
             continue
         cost = predict(made, setting)
