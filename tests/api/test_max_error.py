@@ -148,4 +148,5 @@ def test_one_rank_and_widths_that_blocks_do_not_divide(ranks: RankPools) -> None
 def of_width_48(here: Here) -> bool:
     x = torch.ones(1, 8, 2, 48)
     with here.cp(schedule="auto", topology=full_mesh(2, SLOW), max_error=0.012) as cp:
-        return bool(tr.attention(x, x, x, cp).eq(1).all()) and "mx" not in str(tr.plan(x, x, x, cp).schedule.formats)
+        done = bool(tr.attention(x, x, x, cp).eq(1).all())
+        return done and set(tr.plan(x, x, x, cp).schedule.formats.values()) <= {"bf16"}

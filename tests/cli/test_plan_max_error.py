@@ -49,6 +49,7 @@ def test_a_format_on_slow_links(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert plan(*topology, "--max-error", "0.05") == 0
     text = capsys.readouterr().out
     assert found["reason"] in text and "the fastest, in mxint8" in text
+    assert "communicators" not in text  # which take no memory here
 
 
 def test_none_on_fast_links(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from tokenring.planner.choosing.auto import CallToPlan, is_folded, make
 from tokenring.planner.choosing.candidates import Candidate
 from tokenring.planner.choosing.judged import RISK
 from tokenring.planner.choosing.plan import Plan
-from tokenring.planner.choosing.select import check_connections
+from tokenring.planner.choosing.select import check_connections, connected
 from tokenring.planner.simulation.predict import Prediction, Setting, predict
 from tokenring.proof.encodings import check_codecs
 from tokenring.schedule.schedule import Schedule
@@ -180,5 +180,5 @@ def _candidate(best: InFormat, bound_seconds: float | None, reason: str) -> Cand
     cost = best.prediction
     return Candidate(
         best.schedule.name, best.seconds, cost.compute_seconds, cost.exposed_seconds, cost.wires.worst_bytes,
-        cost.peak_bytes, bound_seconds, reason, cost.connections or None, cost.connection_bytes or None,
+        cost.peak_bytes, bound_seconds, reason, *connected(cost.connections, cost.connection_bytes),
     )  # fmt: skip
