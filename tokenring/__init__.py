@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tokenring.api.caching.engines import combine, gather_queries, local_lengths
     from tokenring.api.caching.kv_cache import KVCache
     from tokenring.api.capture import CapturedAttention, capture
-    from tokenring.api.collectives import all_gather, all_reduce, reduce_scatter
+    from tokenring.api.collectives import all_gather, all_reduce, centered, reduce_scatter
     from tokenring.api.context import ContextParallel
     from tokenring.api.latents import latent_attention
     from tokenring.api.linear import column_linear, row_linear
@@ -96,6 +96,7 @@ __all__ = [
     "cached_attention",
     "cached_latent_attention",
     "capture",
+    "centered",
     "choose_layout",
     "column_linear",
     "combine",
@@ -120,7 +121,7 @@ _MODULES = {
     "api.caching.engines": "combine gather_queries local_lengths",
     "api.caching.kv_cache": "KVCache",
     "api.capture": "CapturedAttention capture",
-    "api.collectives": "all_gather all_reduce reduce_scatter",
+    "api.collectives": "all_gather all_reduce centered reduce_scatter",
     "api.context": "ContextParallel",
     "api.latents": "latent_attention",
     "api.linear": "column_linear row_linear",

@@ -17,7 +17,8 @@ from tokenring.ir.wire_formats import WireFormat
 BIAS = 127  # of a scale's byte, and of the exponents of fp32
 MANTISSA_BITS = 23  # of fp32
 HIGHEST, NOT_FINITE = 254, 255  # bytes of scales
-NAN_BITS = 0x7FC00000  # of fp32
+NAN_BITS, MAGNITUDE_BITS = 0x7FC00000, 0x7FFFFFFF  # of fp32
+HALF_BITS = 0x3F80 - 0x8000  # of fp16, as int16: its sign, and what E4M3 has of its exponent and mantissa
 
 
 class BlockCodec(ABC):
@@ -28,12 +29,12 @@ class BlockCodec(ABC):
     def __init__(self, form: WireFormat) -> None:
         self.format = form
         bits = int(struct.unpack("<I", struct.pack("<f", self.largest))[0])
-        self._exponent, self._mantissa = (bits >> MANTISSA_BITS) - BIAS, bits & ((1 << MANTISSA_BITS) - 1)
+        self._rounded_up = (BIAS << MANTISSA_BITS) - bits + (1 << MANTISSA_BITS) - 1
 
     def encode(self, rows: torch.Tensor, into: torch.Tensor) -> None:
         """Write rows [..., width] as bytes [..., row_bytes]."""
         blocks = _apart(rows.to(torch.float32), self.format.block)
-        scales = self._scales(blocks.abs().amax(-1))
+        scales = self._scales((blocks.view(torch.int32) & MAGNITUDE_BITS).amax(-1))
         scaled = (blocks * _powers(HIGHEST - scales).unsqueeze(-1)).flatten(-2)
         elements, into_scales = self._parts(into)
         self._write(scaled, elements)
@@ -43,10 +44,11 @@ class BlockCodec(ABC):
         """Read bytes [..., row_bytes] as rows [..., width] in the dtype of `into`, contiguous, and return that.
 
         What was rounded up past that dtype is its largest. In fp16, whose exponents are fewer than those of scales,
-        rows are read and scaled in fp32.
+        rows are read and scaled in fp32; in bf16 on a CPU, too, which is faster there.
         """
         elements, scales = self._parts(rows)
-        wide = torch.empty_like(into, dtype=torch.float32) if into.dtype == torch.float16 else into
+        slow = into.dtype == torch.bfloat16 and into.device.type == "cpu"
+        wide = torch.empty_like(into, dtype=torch.float32) if slow or into.dtype == torch.float16 else into
         self._read(elements, wide)
         _apart(wide, self.format.block).mul_(_powers(scales).to(wide.dtype).unsqueeze(-1))
         most = torch.finfo(into.dtype).max
@@ -59,11 +61,13 @@ class BlockCodec(ABC):
         return rows[..., :-blocks], rows[..., -blocks:]
 
     def _scales(self, largest: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of scales, of the largest magnitude of each block; int32."""
-        bits = largest.contiguous().view(torch.int32)
-        exponent, mantissa = bits >> MANTISSA_BITS, bits & ((1 << MANTISSA_BITS) - 1)
-        scales = (exponent - self._exponent + (mantissa > self._mantissa)).clamp_(0, HIGHEST)
-        return scales.masked_fill_(exponent == NOT_FINITE, NOT_FINITE)
+        """Return the bytes of scales, of the bits of the largest magnitude of each block; int32.
+
+        Bits of magnitudes have the order of these. The exponent of the quotient by an element's largest is that of the
+        difference of both, rounded up.
+        """
+        scales = ((largest + self._rounded_up) >> MANTISSA_BITS).clamp_(0, HIGHEST)
+        return scales.masked_fill_(largest >= NOT_FINITE << MANTISSA_BITS, NOT_FINITE)
 
     @abstractmethod
     def _write(self, scaled: torch.Tensor, into: torch.Tensor) -> None:
@@ -82,8 +86,21 @@ def _apart(rows: torch.Tensor, count: int) -> torch.Tensor:
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
     """Return two to the power of bytes less the bias, in fp32: subnormal at 0, and NaN at 255, which -1 is, too."""
     exponents = exponents.to(torch.int32) & NOT_FINITE
-    bits = (exponents << MANTISSA_BITS).masked_fill_(exponents == 0, 1 << (MANTISSA_BITS - 1))
+    bits = (exponents << MANTISSA_BITS).clamp_(min=1 << (MANTISSA_BITS - 1))
     return bits.masked_fill_(exponents == NOT_FINITE, NAN_BITS).view(torch.float32)
+
+
+def _read_e4m3(elements: torch.Tensor, into: torch.Tensor) -> None:
+    """Read bytes as E4M3, of which NaN is never written.
+
+    A CPU reads them as fp16 in a quarter of the time that it takes to copy FP8: exponents of fp16 are larger by eight.
+    """
+    if elements.device.type != "cpu":
+        into.copy_(elements.view(torch.float8_e4m3fn))
+        return
+    bits = elements.view(torch.int8).to(torch.int16)  # with the sign in all bits from the seventh on
+    bits.bitwise_left_shift_(7).bitwise_and_(HALF_BITS)
+    into.copy_(bits.view(torch.float16)).mul_(2.0**8)
 
 
 class _Float8(BlockCodec):
@@ -100,6 +117,9 @@ class E4M3(_Float8):
     """FP8 with three bits of mantissa: MXFP8, as activations have it."""
 
     largest, dtype = 448.0, torch.float8_e4m3fn
+
+    def _read(self, elements: torch.Tensor, into: torch.Tensor) -> None:
+        _read_e4m3(elements, into)
 
 
 class E5M2(_Float8):
@@ -136,6 +156,6 @@ class E2M1(BlockCodec):
     def _read(self, elements: torch.Tensor, into: torch.Tensor) -> None:
         """Read them as E4M3, whose exponents are larger by six where the bits stand in the same places."""
         pairs = _apart(into, 2)
-        pairs[..., 0].copy_((((elements & 7) << 2) | ((elements & 8) << 4)).view(torch.float8_e4m3fn))
-        pairs[..., 1].copy_((((elements & 0x70) >> 2) | (elements & 0x80)).view(torch.float8_e4m3fn))
+        _read_e4m3(((elements & 7) << 2) | ((elements & 8) << 4), pairs[..., 0])
+        _read_e4m3(((elements & 0x70) >> 2) | (elements & 0x80), pairs[..., 1])
         into.mul_(64)

@@ -35,8 +35,8 @@ def test_of_a_schedule_and_a_layout_of_ones_own() -> None:
 
 CALLED = {"close", "group", "trace", "transport"}
 ASKED = {
-    "kernel_name", "layout", "memory_limit_bytes", "pieces", "rank", "schedule", "tensor_parallel", "timeout_seconds",
-    "topology", "wire", "world_size",
+    "kernel_name", "layout", "max_error", "memory_limit_bytes", "pieces", "rank", "schedule", "tensor_parallel",
+    "timeout_seconds", "topology", "wire", "world_size",
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tokenring.ir.operators import OPERATORS
 from tokenring.ir.schedule_data import FULL, PASSES, Pass
 from tokenring.ir.wire_formats import ENCODED, FORMATS, encoded
 from tokenring.lowering.pair_box import pair_box
+from tokenring.runtime import copying, executor
 from tokenring.schedule.names import make_schedule
 from tokenring.sequence.layout import make_layout
 
@@ -170,10 +172,7 @@ def refusal(here: Here, what: str) -> str:
         width = 100 if what == "width" or (odd and what == "width of one") else 64
         dtype = torch.bfloat16 if what == "dtype" else torch.float32
         with pytest.raises(tr.TokenRingError) as caught:
-            if what == "collective":
-                tr.all_reduce(torch.ones(64), tp)
-            else:
-                tr.column_linear(torch.ones(1, 4, width, dtype=dtype), torch.ones(2, width, dtype=dtype), tp)
+            tr.column_linear(torch.ones(1, 4, width, dtype=dtype), torch.ones(2, width, dtype=dtype), tp)
     with tr.TensorParallel(schedule="direct-q", transport=transport, wire="mxfp8") as tp:
         assert tr.column_linear(torch.ones(1, 4, 64), torch.ones(2, 64), tp).eq(64).all()
     return str(caught.value)
@@ -191,7 +190,6 @@ DIVIDE = "mxfp8 on the wire has blocks of 32 elements, which do not divide rows 
         ("format", ["wire: rank 0: mxfp8; rank 1: mxint8"] * 2),
         ("none", ["wire: rank 0: mxfp8; rank 1: none"] * 2),
         ("dtype", [LARGE, LARGE]),
-        ("collective", ["collectives in a wire format are not supported, and wire='mxfp8'"] * 2),
     ],
 )
 def test_refused_on_all_ranks(ranks: RankPools, what: str, says: list[str]) -> None:
@@ -212,11 +210,35 @@ def test_a_plan_has_the_formats_and_is_checked() -> None:
         assert plan.formats == dict.fromkeys(ENCODED, "mxfp4")
         with pytest.raises(tr.ConfigurationError, match=r"blocks of 32 elements, which do not divide rows of 48"):
             tp.plan("row", 64, 32, 48, torch.bfloat16)
-        with pytest.raises(tr.UnsupportedError, match="collectives in a wire format"):
-            tp.plan("reduce", 64, 1, 64, torch.bfloat16)
+        assert tp.plan("reduce", 64, 1, 64, torch.bfloat16).verify().formats == dict.fromkeys(ENCODED, "mxfp4")
 
 
 def test_parts_in_fp32_go_before_the_format() -> None:
     with tr.TensorParallel("self", wire="mxfp8", partials=torch.float32) as tp:
         codecs = dict(tp.plan("row", 64, 32, 64, torch.bfloat16).codecs)
     assert codecs == {"kv": "mxfp8", "q": "mxfp8", "q_partial": FULL, "kv_partial": FULL}
+
+
+# ---------- copies made as one
+
+
+def computed(here: Here, name: str, together: bool) -> dict[str, torch.Tensor]:
+    """This rank's results in MXINT8. together: with copies made as one, as on a device."""
+    plain = executor._Binder.__init__
+
+    def asking(self: executor._Binder, *given: Any) -> None:
+        plain(self, *given)
+        self.copying = copying
+
+    with pytest.MonkeyPatch.context() as patch:
+        if together:
+            patch.setattr(executor._Binder, "__init__", asking)
+        return layers(here, name, torch.bfloat16, "mxint8")[0]
+
+
+@pytest.mark.parametrize(("world", "name"), ((2, "direct-q"), (4, "direct-q/pieces4"), (4, "tiles/2x2")))
+def test_copies_made_as_one_give_the_same_bits(ranks: RankPools, world: int, name: str) -> None:
+    """Parts of sums are decoded where they come home, and none is copied as bytes."""
+    alone, together = (ranks(world)(computed, name, each) for each in (False, True))
+    for one, other in zip(alone, together, strict=True):
+        assert all(one[each].equal(other[each]) for each in one)

@@ -62,7 +62,10 @@ class TestModels:
         experts = [dense | {key: some} for key in keys for some in (8, [8, 8])]
         for other in (without, dense | LATENT, *experts, dense | {"intermediate_size": -4}):
             assert sizes(other)[:2] == (None, None)
-        assert sizes({**dense, "num_experts": 0})[:2] == (4096, 14336)
+        for few in (0, 1, None, [1, 1], [0, 1]):
+            assert sizes({**dense, "num_experts": few})[:2] == (4096, 14336)
+        for some in (True, "8", [1, 2]):
+            assert sizes({**dense, "num_experts": some})[:2] == (None, None)
 
     def test_names_of_the_same_sizes(self) -> None:
         assert read_model("llama3-70b") == read_model("Llama-3.1-70B")

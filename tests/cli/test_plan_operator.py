@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from tokenring.cli.plan.command import main
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.ir.operators import OPERATORS
-from tokenring.ir.schedule_data import Pass
+from tokenring.ir.schedule_data import PASSES, Pass
 from tokenring.planner.choosing import linear
 from tokenring.planner.interconnects.interconnect import full_mesh
 from tokenring.planner.simulation.predict import Setting, predict
@@ -19,6 +20,7 @@ from tokenring.schedule.names import make_schedule
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import Full
 from tokenring.sequence.workload import Workload
+from tokenring.tables.launching import Launching
 from tokenring.tables.rates import Machine, Messages, constant
 
 SIZES = ["--seq", "2k", "--features", "1k", "--width", "512"]
@@ -37,8 +39,8 @@ REFUSED = {
     ("--operator", "row", "--wire", "mxfp"): "wire='mxfp': use one of bf16, fp16, mxint8, mxfp8",
     ("--operator", "row", "--width", "100", "--wire", "mxfp4"): "mxfp4 on the wire has blocks of 32 elements, which do",
     ("--operator", "row", "--wire", "fp16"): "fp16 on the wire has 16 bits an element, and saves nothing over torch.b",
-    ("--operator", "all-reduce", "--wire", "mxfp8"): "--wire does not go with --operator all-reduce",
-    ("--wire", "mxfp8"): "--wire goes with --operator column or row",
+    ("--operator", "all-reduce", "--wire", "bf16"): "bf16 on the wire has 16 bits an element, and saves nothing over",
+    ("--wire", "mxfp8"): "--wire goes with --operator NAME",
     ("--width", "4"): "--width is a size of --operator NAME, and attention has none",
 }
 
@@ -104,6 +106,18 @@ def test_collectives_are_ranked(written: str, capsys: pytest.CaptureFixture[str]
     assert set(busiest.values()) == {65536 * 3 // 4 * len(found["passes"])}  # a port carries all but a rank's own
 
 
+@pytest.mark.parametrize(("written", "times"), [("all-reduce", 2), ("reduce-scatter", 1), ("all-gather", 1)])
+def test_collectives_in_a_wire_format(written: str, times: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows are padded to whole blocks; two steps encode twice."""
+    given = ("--operator", written, "--bytes", "64k", "--schedules", "direct-q")
+    plain, wired = (as_json(capsys, *given, *more)["schedules"][0] for more in ((), ("--wire", "mxfp8")))
+    assert plain["busiest_wire_bytes"] >= 1.93 * wired["busiest_wire_bytes"]
+    assert wired["added_error"] == pytest.approx({"out": 0.0266 * times**0.5})
+    plan(*given, "--wire", "mxfp8")
+    said = f"in all, for normally distributed data: about out {0.0266 * times**0.5:.2g}"
+    assert said in capsys.readouterr().out
+
+
 def test_unfused_is_the_collectives_and_the_products() -> None:
     """Column gathers x in each pass and reduces dx; row reduces y and gathers dy."""
     size, net = Workload(1, 512, 256, 1, 1, 64, torch.float32), full_mesh(4, 1.0)
@@ -123,6 +137,32 @@ def test_unfused_is_the_collectives_and_the_products() -> None:
     for (operator, passes), moving in wanted.items():
         setting = Setting(size, net, machine, passes)
         assert linear.unfused_seconds(operator, setting, "tokenring", 0.5) == pytest.approx(moving + 0.5, rel=1e-12)
+
+
+def test_unfused_counts_launches_of_products_that_nothing_hides() -> None:
+    """Of a pass that begins with one: dx of column, y of row. Others are launched while a collective moves."""
+    size, rates = Workload(1, 512, 256, 1, 1, 64, torch.bfloat16), constant(0.1)
+    launched = replace(rates, launching=Launching(1e-3, "npu-fusion"))
+    wanted: dict[tuple[str, tuple[Pass, ...]], int] = {
+        ("column", ("forward",)): 0, ("column", ("forward", "backward")): 1,
+        ("row", ("forward",)): 1, ("row", ("backward",)): 0,
+    }  # fmt: skip
+    for (operator, passes), count in wanted.items():
+        setting = Setting(size, full_mesh(4, 1.0), Machine(launched, Messages(20e-6, 10e-6)), passes)
+        moving = sum(_moved(operator, each, setting) for each in passes)
+        found = linear.unfused_seconds(operator, setting, "direct-q", 0.5)
+        assert found == pytest.approx(moving + 0.5 + count * 1e-3, rel=1e-12)
+
+
+def _moved(operator: str, direction: Pass, setting: Setting) -> float:
+    """What the collectives of a pass take: column's backward has two."""
+    rows, columns = make_layout("contiguous", 4, 512), make_layout("contiguous", 4, 4)
+    made = make_schedule("direct-q", rows, columns, Full()).replace(operator=OPERATORS["reduce"])
+    of = replace(setting, workload=Workload(1, 512, 4, 1, 1, 64, torch.bfloat16))
+    by = {each: predict(made, replace(of, passes=(each,))).seconds for each in PASSES}
+    gathers = operator == "column" or direction == "backward"
+    reduces = (operator, direction) in (("column", "backward"), ("row", "forward"))
+    return gathers * by["backward"] + reduces * by["forward"]
 
 
 @pytest.mark.parametrize("options", REFUSED, ids=" ".join)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from numbers import Real
 from typing import TYPE_CHECKING, TypeGuard, cast
@@ -11,7 +12,9 @@ from tokenring.schedule.schedule import GivenSchedule
 from tokenring.sequence.layout import AUTO, Layout, as_integer, read_name
 
 if TYPE_CHECKING:
+    from tokenring.backends.interfaces import Transport
     from tokenring.ir.wire_formats import Codecs
+    from tokenring.launch.groups import Held
     from tokenring.planner.choosing.plan import Plan
     from tokenring.schedule.schedule import Schedule
     from tokenring.schedule.scheme import Scheme
@@ -104,19 +107,30 @@ def is_plan(given: object) -> TypeGuard[Plan]:
     return isinstance(given, Plan)
 
 
-def check_wire(wire: object, schedule: object) -> None:
+def check_wire(wire: object, schedule: object, max_error: object = None) -> None:
     """Raise ConfigurationError unless this is a wire format or None, UnsupportedError if the schedule is planned.
 
-    One that has formats of its own takes no other.
+    One that has formats of its own takes no other. max_error: a number above 0 goes with a planned schedule alone.
     """
+    planned = is_plan(schedule) or (isinstance(schedule, str) and schedule.startswith("auto"))
+    if max_error is not None:
+        number = isinstance(max_error, Real) and not isinstance(max_error, bool)
+        if not number or not 0 < float(cast(float, max_error)) < math.inf:
+            raise ConfigurationError(f"max_error={max_error!r}: give a number above 0, as 0.05, or None for no format")
+        if not planned or is_plan(schedule):
+            raise ConfigurationError(
+                f"max_error={max_error!r} goes with schedule='auto', which chooses a format by it; else name one, as "
+                f"wire='mxint8'"
+            )
     if wire is None:
         return
     from tokenring.ir.wire_formats import wire_format
 
     wire_format(wire)
-    if is_plan(schedule) or (isinstance(schedule, str) and schedule.startswith("auto")):
+    if planned:
         raise UnsupportedError(
-            f"wire={wire!r} with a schedule that is planned is not supported: name one, as schedule='direct-kv'"
+            f"wire={wire!r} with a schedule that is planned is not supported: name one, as schedule='direct-kv', or "
+            f"say max_error, within which a format is chosen"
         )
     if not isinstance(schedule, str) and (own := getattr(schedule, "codecs", ())):
         has = ", ".join(f"{kind} in {codec}" for kind, codec in own)
@@ -124,6 +138,21 @@ def check_wire(wire: object, schedule: object) -> None:
             f"wire={wire!r} with schedule {getattr(schedule, 'name', '')!r}, which has formats of its own ({has}): "
             f"leave one of them out"
         )
+
+
+def wire_text(wire: str | None, max_error: float | None, request: Request, named: Callable[[], str]) -> str:
+    """Return what ranks compare of formats on the wire. named: of the schedule that is encoded, which may refuse it.
+
+    Raises UnsupportedError where this rank's device fails with a format that may be chosen.
+    """
+    if max_error is not None:
+        from tokenring.backends.codecs.trial import check_device
+        from tokenring.planner.formats.error_budget import allowed
+
+        for form in allowed(request.workload, ("forward",), float(max_error)):
+            check_device(form.name, request.workload.dtype, request.device)
+        return f", formats on the wire within an error of {float(max_error):g}"
+    return "" if wire is None else f", {wire} on the wire of {named()}"
 
 
 def refuse_wire(wire: str | None, what: str) -> None:
@@ -167,14 +196,25 @@ def _codecs(wire: str, request: Request) -> Codecs:
     Raises ConfigurationError where the format does not fit or saves nothing, UnsupportedError where the device fails.
     """
     from tokenring.backends.codecs.trial import check_device
-    from tokenring.ir.wire_formats import check_width, codecs_of
+    from tokenring.ir.wire_formats import REQUESTS_ENCODED, check_width, codecs_of
 
     size = request.workload
     for width in (size.head_dim, size.value_dim):
         check_width(wire, width)
-    codecs = codecs_of(wire, size.dtype, ("kv", "q"))
+    codecs = codecs_of(wire, size.dtype, REQUESTS_ENCODED)
     check_device(wire, size.dtype, request.device)
     return codecs
+
+
+def named_in_mode(
+    found: GivenSchedule | Plan, modes: object, transport: str | Transport, group: Held | None, request: Request
+) -> GivenSchedule | Plan:
+    """Return a schedule that was named or given, in a mode of the transport if it has any, for few connections."""
+    if not modes or not isinstance(found, GivenSchedule):
+        return found
+    from tokenring.planner.choosing.connections import within_connections
+
+    return within_connections(found, transport, group, request.device)
 
 
 def schedule_text(given: str | Scheme | Schedule | Plan, made: Callable[[], Schedule]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -17,9 +17,11 @@ from tokenring.api.arguments import (
     check_schedule,
     check_transport,
     check_wire,
+    named_in_mode,
     not_chosen,
     schedule_text,
     seconds_limit,
+    wire_text,
 )
 from tokenring.api.standing import Standing, new_handle
 from tokenring.backends import registry
@@ -80,6 +82,7 @@ class ContextParallel(Standing):
     pieces: in how many parts chunks move; None: by the schedule and the sizes.
     wire: a format in which q, k, v and dout travel, encoded once: "mxfp8", "mxint8", ... (docs/layer.md); not with
         "auto". Its blocks of 32 must divide head dimensions. None: in the tensors' dtype.
+    max_error: for "auto", the relative error that a format may add, as 0.05: then it takes one that is faster.
     timeout_seconds: how long any wait for a peer may take before it raises PeerLost.
 
     Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds. One thread at a
@@ -87,8 +90,9 @@ class ContextParallel(Standing):
     """
 
     _internal = frozenset((
-        "active_trace", "agreed_plan", "agreed_sizes", "check_open", "closed", "cuts", "executor", "handle", "kernel",
-        "layout_for", "lengths", "made_transport", "plan", "plans", "pool", "speaker", "transport_for", "turn",
+        "active_trace", "adders", "agreed_plan", "agreed_sizes", "check_open", "closed", "cuts", "executor", "handle",
+        "kernel", "layout_for", "lengths", "made_transport", "plan", "plans", "pool", "speaker", "transport_for",
+        "turn",
     ))  # fmt: skip
 
     def __init__(
@@ -104,6 +108,7 @@ class ContextParallel(Standing):
         kernel: str = "auto",
         pieces: int | None = None,
         wire: str | None = None,
+        max_error: float | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         of = self._group = hold(group)
@@ -113,10 +118,10 @@ class ContextParallel(Standing):
         self.lengths = Lengths(like, self.rank, self.world_size)
         self.schedule = os.environ.get(SCHEDULE_VARIABLE, "auto") if schedule is None else schedule
         self.topology, self.tensor_parallel, self.memory_limit_bytes = topology, tensor_parallel, memory_limit_bytes
-        self.pieces, self.kernel_name, self.wire = pieces, kernel, wire
-        self.timeout_seconds = seconds_limit(timeout_seconds)
-        self._transport, self._closed = transport, False
+        self.pieces, self.kernel_name, self.wire, self.max_error = pieces, kernel, wire, max_error
+        self._transport, self._closed, self.timeout_seconds = transport, False, seconds_limit(timeout_seconds)
         self._made_here: dict[str, Transport] = {}
+        self.adders: dict[Transport, Any] = {}  # of means of keys: see `collectives`
         self._spoken: Transport | None = None  # by which the ranks agreed last
         self._pools: dict[torch.device, Pool] = {}
         self._plan = lru_cache(maxsize=CACHED_PROGRAMS)(weakly(self._make_plan))
@@ -129,9 +134,8 @@ class ContextParallel(Standing):
         check_planning(self.topology, self.memory_limit_bytes, self.world_size, self.tensor_parallel)
         check_transport(self._transport, self.rank, self.world_size)
         check_schedule(self.schedule, self.pieces, self.world_size)
-        check_wire(self.wire, self.schedule)
-        self.turn = turn_of(transport, self.world_size)
-        self.handle = new_handle(self)
+        check_wire(self.wire, self.schedule, self.max_error)
+        self.turn, self.handle = turn_of(transport, self.world_size), new_handle(self)
 
     def __repr__(self) -> str:
         names = [each if isinstance(each, str) else each.name for each in (self.schedule, self.layout)]
@@ -152,7 +156,7 @@ class ContextParallel(Standing):
         self._executor.cache_clear()
         self._pools.clear()
         self.agreed_sizes.clear()
-        for made in self._made_here.values():
+        for made in (*self.adders.values(), *self._made_here.values()):
             made.close()
         self._made_here.clear()
         self._spoken = None
@@ -336,13 +340,10 @@ class ContextParallel(Standing):
             from tokenring.api.given_schedules import planned
 
             transport = self.transport_for(request.device, request.workload)
-            return planned(self._planner, request, layouts, self._kernel_of(request), transport, modes)
+            kernel, budget = self._kernel_of(request), self.max_error
+            return planned(self._planner, request, layouts, kernel, transport, modes, budget)
         found = not_chosen(self.schedule, request, layouts, self.pieces, self.wire)
-        if not modes or not isinstance(found, GivenSchedule):
-            return found
-        from tokenring.planner.choosing.connections import within_connections
-
-        return within_connections(found, self._transport, self._group, request.device)
+        return named_in_mode(found, modes, self._transport, self._group, request)
 
     @property
     def plans(self) -> bool:
@@ -395,6 +396,5 @@ class ContextParallel(Standing):
 
     def _describe(self, request: Request, direction: Pass, *notes: str) -> Description:
         schedule = schedule_text(self.schedule, lambda: self._taken(request).schedule)
-        if self.wire is not None:
-            schedule += f", {self.wire} on the wire of {self._taken(request).schedule.name}"  # which may refuse it
+        schedule += wire_text(self.wire, self.max_error, request, lambda: self._taken(request).schedule.name)
         return describe(self, request, direction, schedule, self.plans, notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
@@ -72,8 +73,17 @@ def planned(
     kernel: AttentionKernel,
     transport: Transport | None,
     modes: Mapping[str, Target],
+    max_error: float | None = None,
 ) -> Plan:
-    """Return what the planner chooses; the reason says why this transport, where that was chosen too."""
-    found = planner.plan(request, layouts, kernel, None if transport is None else transport.target, modes)
+    """Return what the planner chooses; the reason says why this transport, where that was chosen too.
+
+    max_error: what a wire format may add to a result, where one makes the call faster; None: there is none.
+    """
+    refine = None
+    if max_error is not None:
+        from tokenring.planner.formats.error_budget import within_error
+
+        refine = partial(within_error, max_error=float(max_error))
+    found = planner.plan(request, layouts, kernel, None if transport is None else transport.target, modes, refine)
     why = getattr(transport, "why", "")
     return replace(found, reason=f"{found.reason}; {why}") if why else found

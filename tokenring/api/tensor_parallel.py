@@ -84,7 +84,7 @@ class TensorParallel(Standing):
         one device. None: in the tensors' dtype.
     wire: a format in which inputs that other ranks ask for, and parts of y and dx, are encoded once where they travel:
         "mxfp8", "mxint8", "mxfp4" and others (docs/layer.md), for fewer bytes and an error that `plan` tells. Their
-        blocks of 32 must divide the width. None: in the tensors' dtype.
+        blocks of 32 must divide the width of a layer. None: in the tensors' dtype. Collectives take it as well.
 
     Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds.
     """
@@ -186,10 +186,18 @@ class TensorParallel(Standing):
         return LinearRequest(operator, name, *sizes, like.dtype, like.device)
 
     def collective(self, elements: int, like: torch.Tensor) -> LinearRequest:
-        """Return the request of a collective of so many elements, at least: in rows, as its schedule's pieces want."""
-        self._check_collective()
+        """Return the request of a collective of so many elements, at least: in rows, as its schedule's pieces want.
+
+        Rows are whole blocks of the wire's format: what is behind the last element is padding.
+        """
         name, rows = self._cuts(elements, like.dtype)
-        return LinearRequest("reduce", name, rows, self.world_size, -(-elements // rows), like.dtype, like.device)
+        width = -(-elements // rows)
+        if self.wire is not None:
+            from tokenring.ir.wire_formats import padded
+
+            width = padded(self.wire, width)
+            self._check_wire(width, like.dtype, like.device)
+        return LinearRequest("reduce", name, rows, self.world_size, width, like.dtype, like.device)
 
     def schedule_of(self, request: LinearRequest) -> Schedule:
         """Return the schedule of a request. Raises ConfigurationError and ScheduleError for one that does not fit."""
@@ -311,13 +319,6 @@ class TensorParallel(Standing):
         check_width(self.wire, width)
         check_device(self.wire, dtype, device)
 
-    def _check_collective(self) -> None:
-        if self.wire is not None:
-            raise UnsupportedError(
-                f"collectives in a wire format are not supported, and wire={self.wire!r}: call them with a "
-                f"TensorParallel without one"
-            )
-
     def _check_planned(self, operator: object, tokens: int, features: int, width: int, dtype: object) -> None:
         if operator not in PLANNED:
             from tokenring.nearest import hint
@@ -338,8 +339,6 @@ class TensorParallel(Standing):
             )
         if dtype not in DTYPES:
             raise UnsupportedError(f"a plan in {dtype} is not supported; use float32 or bfloat16")
-        if operator in COLLECTIVES:
-            self._check_collective()
         assert isinstance(dtype, torch.dtype)
         self._check_wire(width, dtype)
 

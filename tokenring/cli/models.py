@@ -144,11 +144,19 @@ def facts_of(config: Mapping[str, Any], name: str, option: str = "--model") -> M
 def _linear_sizes(config: Mapping[str, Any]) -> tuple[int | None, int | None, bool]:
     """Return width, features of the MLP, and whether that is gated; None of both sizes where layers are not plain."""
     width, features = (as_integer(config.get(key)) for key in ("hidden_size", "intermediate_size"))
-    experts = any(EXPERTS in key and bool(value) for key, value in config.items())
+    experts = any(EXPERTS in key and _several(value) for key, value in config.items())
     plain = not config.get("kv_lora_rank") and not experts and min(width or 0, features or 0) > 0
     activation = str(config.get("hidden_act") or config.get("hidden_activation") or GATED[0])
     gated = activation in GATED or str(config.get("model_type")).startswith("gemma")
     return (width, features, gated) if plain else (None, None, gated)
+
+
+def _several(experts: object) -> bool:
+    """Return whether a config says that there are several of them; of each layer, if it is a list. One is an MLP."""
+    if isinstance(experts, list):
+        return any(map(_several, experts))
+    count = as_integer(experts)
+    return bool(experts) if count is None else count not in (0, 1)
 
 
 def _layer_kinds(config: Mapping[str, Any], count: int, named: str) -> dict[str, int]:

@@ -7,7 +7,7 @@ all of them are scaled. The elements are FP8 (E4M3, E5M2), INT8 or FP4 (E2M1). `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tokenring.errors import ConfigurationError
@@ -23,10 +23,12 @@ Made = TypeVar("Made", bound="ScheduleData")
 Codecs = tuple[tuple[str, str], ...]
 SHORT = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}  # formats that are a dtype
 ENCODED: tuple[Kind, ...] = ("kv", "q", "q_partial")  # of a linear layer with a format: never gradients of weights
-# What is encoded on the way to a result of a layer: the factors that may travel, and itself where it goes home.
+REQUESTS_ENCODED: tuple[Kind, ...] = ("kv", "q")  # of attention with a format: never its results
+# What is encoded on the way to a result: the factors that may travel, and itself where it goes home.
 ON_THE_WAY: Mapping[str, Mapping[Pass, Mapping[str, tuple[Kind, ...]]]] = {
     "column": {"forward": {"c": ("q", "kv")}, "backward": {"dx": ("kv", "q_partial"), "dw": ("q",)}},
     "row": {"forward": {"y": ("kv", "q_partial")}, "backward": {"dc": ("q", "kv"), "dw": ("q",)}},
+    "reduce": {"forward": {"y": ("q_partial",)}, "backward": {"da": ("q",)}},
 }
 
 
@@ -79,6 +81,12 @@ def check_width(name: str, width: int) -> None:
         )
 
 
+def padded(name: str, width: int) -> int:
+    """Return the least width, not below this one, that the blocks of a format divide."""
+    block = wire_format(name).block
+    return -(-width // block) * block
+
+
 def check_smaller(name: str, dtype: torch.dtype) -> None:
     """Raise ConfigurationError unless elements of a format are smaller than those of tensors of this dtype."""
     bits = wire_format(name).element_bits
@@ -121,6 +129,22 @@ def added_error(forms: Iterable[WireFormat]) -> float:
     return math.sqrt(sum(form.relative_rms**2 for form in forms))
 
 
+def collected(schedule: ScheduleData, passes: Iterable[Pass]) -> list[WireFormat]:
+    """Return what is encoded on the way to the result of a collective, whose passes follow one another."""
+    return [form for direction in passes for forms in encodings(schedule, direction).values() for form in forms]
+
+
+def _results(
+    schedule: ScheduleData, passes: Iterable[Pass]
+) -> Iterable[tuple[str, Mapping[str, Sequence[WireFormat]]]]:
+    """Yield the results of each pass, with what is encoded on the way; of a collective there is one, of all passes."""
+    if schedule.operator.name == "reduce":
+        yield "in all", {"out": collected(schedule, passes)}
+        return
+    for direction in passes:
+        yield direction, encodings(schedule, direction)
+
+
 def wire_report(schedule: ScheduleData, passes: Iterable[Pass] = PASSES) -> list[str]:
     """Return what a plan says of the schedule's formats: bytes, and the error that they add; nothing without any."""
     lines = []
@@ -131,13 +155,10 @@ def wire_report(schedule: ScheduleData, passes: Iterable[Pass] = PASSES) -> list
             f"on the wire: {', '.join(kinds)} in {name}, {size:.3f} bytes an element; each is encoded once, with a "
             f"relative error of {form.relative_rms:.2g}"
         )
-    for direction in passes:
-        found = encodings(schedule, direction)
+    for where, found in _results(schedule, passes):
         errors = [f"{result} {added_error(forms):.2g}" for result, forms in found.items()]
         if lines and errors:
             lines.append(
-                f"relative error that this adds, {direction}, for normally distributed data: about {', '.join(errors)}"
+                f"relative error that this adds, {where}, for normally distributed data: about {', '.join(errors)}"
             )
-    if lines:
-        lines.append("encoding and decoding are predicted as one pass over memory each, which is the least they take")
     return lines

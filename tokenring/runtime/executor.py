@@ -180,7 +180,7 @@ class _Binder:
             case Multiply():
                 from tokenring.runtime.products import multiplying
 
-                return multiplying(instruction, self.operator, self.program, self.operand, self.accept)
+                return multiplying(instruction, self.views, self.operand, self.accept)
             case Merge():
                 return self._merge(instruction)
             case Pack():

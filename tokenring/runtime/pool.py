@@ -175,9 +175,10 @@ class Views:
         return codec_of(form)
 
     def as_read(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows of q or dout [B, T, H, D] as other ranks read them, where q travels encoded, else as they are.
+        """Return rows of q or dout [..., D] as other ranks read them, where q travels encoded, else as they are.
 
         All tiles of a row have one q and one dout then: what rounding adds is common to its scores, and cancels.
+        What a collective gathers is the same on all ranks.
         """
         if self.q_format is None:
             return rows

@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tokenring.ir.schedule_data import Kind, Pass, TileOperator
-from tokenring.lowering.program import NOTHING, Multiply, Program, Span
+from tokenring.ir.schedule_data import Kind, Pass
+from tokenring.lowering.program import NOTHING, OWN, Multiply, Span
 from tokenring.runtime.call import ActiveCall, Step
+from tokenring.runtime.pool import Views
 
 Tensors = Mapping[str, torch.Tensor]
 Product = Callable[[Tensors, bool], torch.Tensor]
-OperandOf = Callable[[Span, str, Kind], Callable[[ActiveCall], torch.Tensor]]
+Getter = Callable[[ActiveCall], torch.Tensor]
+OperandOf = Callable[[Span, str, Kind], Getter]
 AcceptInto = Callable[[Kind, Span, bool], Callable[[ActiveCall, list[torch.Tensor]], None]]
 
 
@@ -53,13 +55,17 @@ WRITES: Mapping[tuple[str, Pass], Mapping[str, Callable[[torch.Tensor, Tensors],
 }
 
 
-def multiplying(
-    call: Multiply, operator: TileOperator, program: Program, operand: OperandOf, accept: AcceptInto
-) -> Step:
+def _as_others_read(get: Getter, views: Views) -> Getter:
+    """Return the getter of own rows as they are decoded at other ranks: meanwhile they are on their way there."""
+    return lambda active: views.as_read(get(active))
+
+
+def multiplying(call: Multiply, views: Views, operand: OperandOf, accept: AcceptInto) -> Step:
     """Return the step of one product.
 
     operand: makes the getter of an operand [B, H, S, D]; accept: makes the function that takes a result.
     """
+    operator, program = views.operator, views.program
     direction = program.direction
     sides: tuple[tuple[Kind, Span], ...] = (("q", call.q), ("kv", call.kv))
     reads = {
@@ -76,6 +82,8 @@ def multiplying(
     results = RESULTS.get((name, direction), {})
     wide = {each.kind for each in call.results if program.slots[each.into.slot].full_precision}
     makes = dict.fromkeys(result.kind for result in call.results)
+    if name in ("reduce", "gather") and call.q.slot == OWN:  # all ranks are to have the same, whose own it is too
+        reads = {each: _as_others_read(get, views) for each, get in reads.items()}
     sinks = [(each, accept(each.kind, each.into, each.first)) for each in call.results]
 
     def multiply(active: ActiveCall) -> None:

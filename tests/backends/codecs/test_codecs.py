@@ -251,3 +251,18 @@ def test_a_device_is_tried_and_must_give_the_same_numbers(name: str, monkeypatch
     right, calls = choice.there_and_back, count()  # each call gives another result
     monkeypatch.setattr(trial, "there_and_back", lambda *given: [each + next(calls) for each in right(*given)])
     assert "it gives other numbers" in (trial._fault.__wrapped__(name, torch.float32, torch.device("cpu")) or "")
+
+
+@pytest.mark.parametrize("flushed", [False, True], ids=("", "subnormal numbers flushed"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=("fp32", "bf16", "fp16"))
+def test_every_byte_of_e4m3_is_read_as_torch_reads_it(dtype: torch.dtype, flushed: bool) -> None:
+    """A CPU reads them by way of fp16; the two bytes of NaN are never written."""
+    every = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F] + [0, 0], dtype=torch.uint8)
+    rows = torch.cat([every, torch.full((8,), 127, dtype=torch.uint8)])[None]
+    wanted = every.view(torch.float8_e4m3fn).to(dtype)[None]
+    torch.set_flush_denormal(flushed)
+    try:
+        made = codec_of("mxfp8").decode(rows, torch.empty(1, 256, dtype=dtype))
+    finally:
+        torch.set_flush_denormal(False)
+    assert made.equal(wanted)

@@ -22,7 +22,9 @@ from tokenring.planner.interconnects.rank_order import context_parallel_group, h
 from tokenring.sequence.sizes import read_size
 from tokenring.sequence.workload import Workload
 
-OF_ONE_PLAN = ("sweep", "svg", "explain", "timeline", "mask_svg", "save", "layout", "schedules", "memory_limit")
+OF_ONE_PLAN = (
+    "sweep", "svg", "explain", "timeline", "mask_svg", "save", "layout", "schedules", "memory_limit", "max_error",
+)  # fmt: skip
 UNUSED = {  # options with a default, and why one that was given does not count
     "seq": "its lengths are those of --cached N and --tokens N",
     "mask": "new tokens see all that is cached; with a sliding window of w give --cached w",

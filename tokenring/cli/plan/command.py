@@ -6,9 +6,11 @@ Exit codes: 0 a plan; 2 a wrong option, a file that cannot be read, or nothing t
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tokenring.cli.models import ALSO, KNOWN, sizes_of
 from tokenring.cli.plan.cached import UNUSED, cached_call, cached_json, cached_report
@@ -27,6 +29,7 @@ from tokenring.planner.choosing.candidates import SHOWN
 from tokenring.planner.choosing.checks import check_made
 from tokenring.planner.choosing.kept_plans import plan_or_forecast_kept
 from tokenring.planner.choosing.plan import Plan
+from tokenring.planner.formats.error_budget import OF_MANY_RANKS, within_error
 from tokenring.planner.machines.presets import PRESETS
 from tokenring.planner.simulation.predict import predict
 from tokenring.sequence.layout import AUTO
@@ -59,7 +62,7 @@ def main(argv: list[str]) -> int:
         if getattr(options, name) is not None:
             raise ConfigurationError(f"--{name} is a size of --operator NAME, and attention has none")
     if options.wire is not None:
-        raise ConfigurationError("--wire goes with --operator column or row: plans of attention are without")
+        raise ConfigurationError("--wire goes with --operator NAME: for attention say --max-error")
     if options.cached is not None:
         given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(UNUSED)))
         return _cached(options, given, console)
@@ -70,6 +73,8 @@ def main(argv: list[str]) -> int:
             f"--tokens {options.tokens} are new tokens over a cache: say how many are cached with --cached N; for a "
             f"whole sequence say --seq {options.tokens}"
         )
+    if options.max_error is not None:
+        _check_max_error(options)
     if options.sweep is not None:
         return _sweep(options, console)
     if options.svg is not None:
@@ -88,13 +93,19 @@ def main(argv: list[str]) -> int:
         asked, found, others = planned_in_layouts(asked, environment)
     else:
         found = plan_or_forecast_kept(asked.call, environment)
+    if options.max_error is not None and isinstance(found, Plan):
+        found = within_error(found, asked.call, options.max_error)
+    elif options.max_error is not None:
+        found = replace(found, reason=f"{found.reason}; {OF_MANY_RANKS}")
     plan = found
     if options.json:
         console.clear()
         print(plan.to_json(), end="")
     else:
         call = asked.call.in_mode(plan.transport)
-        plan = with_simulated(call, plan, SHOWN) if isinstance(plan, Plan) else plan
+        if isinstance(plan, Plan) and not plan.schedule.formats:
+            simulated = with_simulated(call, plan, SHOWN)
+            plan = simulated if options.max_error is None else replace(simulated, reason=plan.reason)
         candidates = with_baseline(plan, call)
         console.clear()
         console.say(table(plan, asked, candidates, options.all))
@@ -107,6 +118,15 @@ def main(argv: list[str]) -> int:
     if options.timeline is not None:
         _timeline(options.timeline, plan.candidates[0].name, asked.call.in_mode(plan.transport))
     return 0
+
+
+def _check_max_error(options: argparse.Namespace) -> None:
+    """Raise ConfigurationError unless it is a number above 0, of one plan whose schedule is chosen."""
+    if not 0 < options.max_error < math.inf:
+        raise ConfigurationError(f"--max-error {options.max_error:g}: give a number above 0, as 0.05")
+    for name in ("explain", "timeline", "sweep"):
+        if getattr(options, name) is not None:
+            raise ConfigurationError(f"--{name} shows schedules without wire formats: leave out --max-error")
 
 
 def _cached(options: argparse.Namespace, given: argparse.Namespace, console: Console) -> int:
@@ -215,7 +235,7 @@ def options_parser() -> Parser:
     add("--layer", metavar="MODEL", help="plan all operators of one layer, of a config.json or a name (docs/layer.md)")
     add("--features", metavar="N", help="of column and row: output features of all ranks (28k)")
     add("--width", metavar="N", help="of column and row: elements of a token (8k)")
-    add("--wire", metavar="FORMAT", help="of column and row: a format of what travels, as mxfp8 (docs/layer.md)")
+    add("--wire", metavar="FORMAT", help="of an operator: a format of what travels, as mxfp8 (docs/layer.md)")
     add("--bytes", metavar="N", help="of a collective: the whole tensor (16M)")
     add("--cached", metavar="N", help="plan inference: new tokens over a KV cache of so many (docs/inference.md)")
     add("--tokens", default=ONE_TOKEN, metavar="N", help="new tokens over --cached (1: decode)")
@@ -232,6 +252,8 @@ def options_parser() -> Parser:
     add("--schedules", metavar="NAMES", help="only these families or schedules, separated by commas")
     add("--memory-limit", metavar="N",
         help="bytes a rank for buffers, communicators and what forward keeps, such as 8G")  # fmt: skip
+    add("--max-error", type=float, metavar="E",
+        help="of attention: take a wire format that adds no larger an error, where one is faster")  # fmt: skip
     add("--device", metavar="NAME", help="use this device's figures (docs/presets.md)")
     add("--tflops", type=float, metavar="N", help="use this rate of attention, whatever the device")
     add("--rates", metavar="FILE", help="use a table that `tokenring rates` made")

@@ -18,7 +18,9 @@ from tokenring.ir.wire_formats import (
     check_smaller,
     check_width,
     codecs_of,
+    collected,
     encodings,
+    padded,
     wire_report,
 )  # fmt: skip
 from tokenring.planner.choosing.linear import (
@@ -38,9 +40,10 @@ from tokenring.tables.rates import Machine
 SEQ, FEATURES, WIDTH, BYTES = "8k", "28k", "8k", "16M"
 OF_ATTENTION = {  # options that say nothing of a linear layer, by their names in the parser
     "heads", "kv_heads", "dim", "value_dim", "batch", "mask", "layout", "tp", "cached", "tokens", "latents", "model",
-    "sweep", "svg", "mask_svg", "explain", "timeline", "save", "memory_limit", "transport", "all", "no_cache",
+    "sweep", "svg", "mask_svg", "explain", "timeline", "save", "memory_limit", "max_error", "transport", "all",
+    "no_cache",
 }  # fmt: skip
-OF_LAYERS, OF_COLLECTIVES = {"seq", "features", "width", "passes", "wire"}, {"bytes"}
+OF_LAYERS, OF_COLLECTIVES = {"seq", "features", "width", "passes"}, {"bytes"}
 MOST_RANKS = 64  # above, nothing is simulated
 STAYS = {"Q": "weights", "KV": "tokens"}
 FORMAT, VERSION = "tokenring-operator-plan", 1
@@ -51,7 +54,7 @@ UNFUSED = {"tokenring": "unfused, over a ring", "direct-q": "unfused, direct"}
 class OperatorCall:
     """A layer or collective to plan for.
 
-    kind: the schedules' operator. nbytes: of a collective's whole tensor. wire: a layer's format on the wire.
+    kind: the schedules' operator. nbytes: of a collective's whole tensor. wire: the format of what travels.
     """
 
     operator: str
@@ -104,10 +107,13 @@ def operator_call(options: argparse.Namespace, given: argparse.Namespace) -> Ope
         raise ConfigurationError(
             f"--operator {name} over {ranks} ranks: {MOST_RANKS} at most are simulated; say --ranks N of one group"
         )
+    if options.wire is not None:
+        check_smaller(options.wire, dtype)
     if name in COLLECTIVES:
         nbytes = read_size("--bytes", options.bytes or BYTES)
         rows = ranks * MOST_PIECES
         width = -(-nbytes // (dtype.itemsize * rows))
+        width = width if options.wire is None else padded(options.wire, width)
         kind, passes, size = "reduce", COLLECTIVES[name], Workload(1, rows, ranks, 1, 1, width, dtype)
         names: Sequence[str] = (*CANDIDATES["weights"], *_grids(ranks, "mesh-q"))
     else:
@@ -120,7 +126,6 @@ def operator_call(options: argparse.Namespace, given: argparse.Namespace) -> Ope
                 raise ConfigurationError(f"--{each} {count}: {ranks} ranks do not divide it")
         if options.wire is not None:
             check_width(options.wire, width)
-            check_smaller(options.wire, dtype)
         kind, passes, size = name, PASSES[options.passes], Workload(1, tokens, features, 1, 1, width, dtype)
         names = (*CANDIDATES["weights"], *CANDIDATES["tokens"], *_grids(ranks, "tiles"))
     if ranks > FEW_RANKS:
@@ -221,6 +226,8 @@ def operator_report(call: OperatorCall, found: Sequence[RankedSchedule]) -> str:
     ]
     lines += _by_what_stays(found)
     lines += wire_report(best.schedule, setting.passes)
+    if best.schedule.formats:
+        lines.append("encoding and decoding are predicted as one pass over memory each, which is the least they take")
     wire = "" if call.wire is None else f', wire="{call.wire}"'
     program = f'tr.TensorParallel(schedule="{best.name}"{wire})'
     lines.append(f"in a program: {program}; all times are predicted, none is measured")
@@ -231,6 +238,8 @@ def operator_report(call: OperatorCall, found: Sequence[RankedSchedule]) -> str:
 
 def _errors(call: OperatorCall, each: RankedSchedule) -> dict[str, float]:
     """Return the relative error that wire formats add to each result, by its name."""
+    if call.kind == "reduce":
+        return {"out": added_error(collected(each.schedule, call.setting.passes))}
     return {
         result: added_error(forms)
         for direction in call.setting.passes

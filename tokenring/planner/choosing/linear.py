@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from tokenring.errors import ConfigurationError, ScheduleError, UnsupportedError
 from tokenring.ir.operators import OPERATORS
 from tokenring.ir.schedule_data import PASSES, Pass
-from tokenring.ir.wire_formats import encoded
+from tokenring.ir.wire_formats import FORMATS, encoded, padded
 from tokenring.planner.interconnects.interconnect import full_mesh
 from tokenring.planner.simulation.predict import Prediction, Setting, predict
 from tokenring.schedule.names import make_schedule
@@ -37,6 +37,7 @@ NOMINAL_TFLOPS = 0.1  # of a processor with such links
 LATENCY_SECONDS = 20e-6  # of a message
 POST_SECONDS = 10e-6
 LEAST_GAIN = 0.02  # below, the earlier candidate stays
+BEGIN_WITH_A_PRODUCT = frozenset({("column", "backward"), ("row", "forward")})  # which is dx, or y
 
 
 def choose(
@@ -61,6 +62,7 @@ def collective(
         return "direct-q"
     rows = ranks * MOST_PIECES
     width = -(-(1 << (elements - 1).bit_length()) // rows)
+    width = max((padded(name, width) for _, name in codecs if name in FORMATS), default=width)
     return choose("reduce", Workload(1, rows, ranks, 1, 1, width, dtype), ranks, "weights", topology, codecs)
 
 
@@ -98,7 +100,8 @@ def unfused_seconds(operator: str, setting: Setting, by: str, compute_seconds: f
     """Return what a layer takes where its collectives, by this schedule, and its products follow one another.
 
     operator: "column", which gathers x in both passes and reduces dx, or "row", which reduces y and gathers dy.
-    compute_seconds: of the products.
+    compute_seconds: of the products. Where a host launches operators, that of a product takes time if a pass begins
+    with it; else the host launches it while a collective moves.
     """
     size, ranks = setting.workload, setting.interconnect.world_size
     rows = replace(size, kv_length=ranks)
@@ -107,7 +110,9 @@ def unfused_seconds(operator: str, setting: Setting, by: str, compute_seconds: f
     passes += ["backward" for each in setting.passes if each != reduces or operator == "column"]
     made = _made("reduce", by, rows, ranks, ())
     moving = sum(predict(made, replace(setting, workload=rows, passes=(each,))).seconds for each in passes)
-    return moving + compute_seconds
+    launching = setting.machine.rates.launching
+    first = sum((operator, each) in BEGIN_WITH_A_PRODUCT for each in setting.passes)
+    return moving + compute_seconds + (0.0 if launching is None else first * launching.seconds)
 
 
 def _made(operator: str, name: str, size: Workload, ranks: int, codecs: Codecs) -> Schedule:

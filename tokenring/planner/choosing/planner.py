@@ -39,7 +39,7 @@ from tokenring.planner.machines.machine import (
     models_of,
 )
 from tokenring.planner.simulation.predict import Setting
-from tokenring.schedule.names import make_schedule, schedule_in_parts
+from tokenring.schedule.names import make_schedule, named_schedule, schedule_in_parts
 from tokenring.sequence.layout import Layout
 from tokenring.tables.kernel_rates import KernelKey, kept
 from tokenring.tables.rates import Machine, Rates
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from tokenring.sequence.workload import Request
 
 LOG = logging.getLogger("tokenring")
-REFUSAL, SERVES = "refusal", "serves packs"
+REFUSAL, SERVES, WIRE = "refusal", "serves packs", "wire"
 PROBE = b"probe"  # what rank 0 says where it has to look at what joins the ranks
 STILL_PLANNING, STILL_SECONDS = b"still planning", 0.5  # what rank 0 says meanwhile, and how often
 SAY_AGAIN = 10  # after so many of these rank 0 logs how far it is
@@ -133,9 +133,11 @@ class Planner:
         kernel: AttentionKernel,
         target: Target | None,
         modes: Mapping[str, Target] | None = None,
+        refine: Callable[[Plan, CallToPlan], Plan] | None = None,
     ) -> Plan:
         """Return the fastest plan for a call, over one of these modes of the transport where the limit asks for it.
 
+        refine: makes of the plan that was found, or kept, the one to take.
         Raises ConfigurationError where nothing fits.
         """
         if self.world_size == 1:
@@ -143,7 +145,8 @@ class Planner:
             return Plan(made, request.workload, "nothing has to move")
         self._progress = Progress()
         call = replace(self._call(request, layouts, kernel, target), modes=modes or {}, progress=self._progress)
-        return plan_kept(call, os.environ)
+        found = plan_kept(call, os.environ)
+        return found if refine is None else refine(found, call)
 
     def _call(
         self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, target: Target | None
@@ -257,6 +260,7 @@ class Planner:
         LOG.info("schedule auto: %s", plan.reason)
         candidates = [asdict(each) for each in plan.candidates]
         made = {"name": plan.name, "order": order, "direction": plan.direction, "transport": plan.transport}
+        made[WIRE] = next(iter(plan.schedule.formats.values()), None)
         return json.dumps(made | {"reason": plan.reason, "candidates": candidates, SERVES: serves}).encode()
 
     @staticmethod
@@ -269,9 +273,15 @@ class Planner:
         # In rank 0's order: another rank may know nothing of what joins them, or could think another order good.
         with no_collection():
             named, order, direction = found["name"], found["order"], found["direction"]
-            made = schedule_in_parts(
-                named, request.workload, *layouts, request.mask, order=order, direction=direction
-            )
+            if found[WIRE] is not None:
+                from tokenring.ir.wire_formats import REQUESTS_ENCODED, codecs_of, encoded
+
+                made = named_schedule(named, request.workload, *layouts, request.mask, order=order)
+                made = encoded(made, codecs_of(found[WIRE], request.workload.dtype, REQUESTS_ENCODED))
+            else:
+                made = schedule_in_parts(
+                    named, request.workload, *layouts, request.mask, order=order, direction=direction
+                )
         return Plan(made, request.workload, found["reason"], candidates, found["transport"])
 
 

@@ -1,0 +1,112 @@
+"""Race attention by `auto` with an error that a wire format may add against `auto` without, over really shaped links.
+
+    sudo python benchmarks/format_budgets.py --topology full-mesh --ranks 4 --link-gbit 0.02 --errors 0.05 0.3
+
+Causal attention in bf16, forward and backward; `auto` knows the links. Prints what it takes, the time that it predicts,
+the median over interleaved rounds of the slowest rank's time in ms, how many times as fast that is as without a format,
+and the largest error of a result against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+
+HEADS, KV_HEADS, DIM = 8, 2, 64
+SHAPES = ("full-mesh", "switch", "ring", "two-node")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", choices=SHAPES, default="full-mesh")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--link-gbit", type=float, default=0.02)
+    parser.add_argument("--tokens", type=int, default=256, help="tokens a rank")
+    parser.add_argument("--errors", type=float, nargs="+", default=[0.05, 0.3])
+    parser.add_argument("--rounds", type=int, default=7)
+    return parser.parse_args(arguments)
+
+
+def launch(arguments: list[str]) -> int:
+    """Build the links and run this file on every rank of them."""
+    from tokenring.emulate import Emulated
+
+    spec = parse(arguments)
+    here = os.path.dirname(os.path.abspath(__file__))
+    environment = {"PYTHONPATH": os.pathsep.join((here, os.path.dirname(here))), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with Emulated(spec.topology, ranks=spec.ranks, link_gbit=spec.link_gbit) as net:
+        net.run("format_budgets", ["--rank", *arguments], 900, environment=environment)
+    return 0
+
+
+def run_rank(spec: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import tokenring as tr
+    from tokenring.cli.bench.candidates import emulated
+    from tokenring.emulate import Shape
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, length = dist.get_rank(), spec.tokens * spec.ranks
+    net = emulated(Shape(spec.topology, spec.ranks, spec.link_gbit), None)
+    random = torch.Generator().manual_seed(1)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    whole = [torch.randn(1, length, each, DIM, generator=random).bfloat16() for each in heads]
+    q, k, v = of = [each.double().transpose(1, 2).requires_grad_() for each in whole[:3]]
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    wanted = [out.detach(), *torch.autograd.grad(out, of, whole[3].double().transpose(1, 2))]
+    base = tr.ContextParallel()
+    runs: dict[float | None, tr.ContextParallel] = {}
+    for error in (None, *spec.errors):
+        runs[error] = tr.ContextParallel(transport=base.transport, topology=net, max_error=error)
+    q, k, v, dout = (tr.shard(each, base, dim=1).detach() for each in whole)
+    own = [each.requires_grad_() for each in (q, k, v)]
+    right = [tr.shard(each.transpose(1, 2).contiguous(), base, dim=1) for each in wanted]
+    times: dict[float | None, list[float]] = {error: [] for error in runs}
+    worst: dict[float | None, float] = {}
+    for turn in range(spec.rounds + 1):
+        for error, cp in runs.items():
+            dist.barrier()
+            began = time.perf_counter()
+            made = tr.attention(q, k, v, cp, is_causal=True)
+            grads = torch.autograd.grad(made, own, dout)
+            slowest = torch.tensor(time.perf_counter() - began)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if turn:
+                times[error].append(slowest.item() * 1e3)
+                continue
+            sums = torch.tensor([
+                [float((a.double() - b).square().sum()), float(b.square().sum())]
+                for a, b in zip((made.detach(), *grads), right, strict=True)
+            ], dtype=torch.float64)  # fmt: skip
+            dist.all_reduce(sums)
+            worst[error] = float((sums[:, 0] / sums[:, 1]).sqrt().max())
+    plain = statistics.median(times[None])
+    for error, cp in runs.items() if rank == 0 else ():
+        plan, ms = tr.plan(q, k, v, cp, is_causal=True), statistics.median(times[error])
+        predicted = plan.candidates[0].predicted_seconds
+        print(json.dumps({
+            "max_error": error, "takes": plan.name, "wire": next(iter(plan.schedule.formats.values()), "none"),
+            "predicted_ms": None if predicted is None else round(predicted * 1e3, 1), "ms": round(ms, 1),
+            "spread_ms": [round(min(times[error]), 1), round(max(times[error]), 1)],
+            "times_as_fast": round(plain / ms, 2), "error": round(worst[error], 4),
+        }), flush=True)  # fmt: skip
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(arguments: list[str]) -> int:
+    if "--rank" in arguments:
+        run_rank(parse([each for each in arguments if each != "--rank"]))
+        return 0
+    return launch(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

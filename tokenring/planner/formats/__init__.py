@@ -1,0 +1,1 @@
+"""Wire formats of attention, chosen within an error that is allowed."""
