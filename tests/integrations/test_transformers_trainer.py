@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from transformers import Trainer, TrainingArguments
 pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.filterwarnings("ignore")]
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "huggingface_trainer.py"
+REPO = Path(__file__).resolve().parents[2]
+EXAMPLE = REPO / "examples" / "huggingface_trainer.py"
+BENCHMARK = REPO / "benchmarks" / "transformers_trainers.py"
 
 
 def losses(model: str, ranks: int, cp: int) -> list[float]:
@@ -47,6 +50,39 @@ def test_twenty_steps(model: str) -> None:
     for ranks, cp in ((2, 2), (4, 2)) if FULL_GRID else ((2, 2),):
         for found, wanted in zip(losses(model, ranks, cp), alone, strict=True):
             assert abs(found - wanted) <= 1e-6 * max(1.0, wanted)
+
+
+def test_twenty_packed_steps_under_fsdp() -> None:
+    """TRL's SFTTrainer at CP 2 x FSDP 2, with SGD: gradients that are wrong by a factor change losses."""
+    for package in ("trl", "datasets"):
+        pytest.importorskip(package)
+    asked = ["--models", "gemma2", "--trainers", "sft", "--join", "fsdp2", "--ranks", "4", "--optim", "sgd"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(BENCHMARK), *asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(110), env=env)
+    assert done.returncode == 0 and "| sft | gemma2 | 4 | 2 | fsdp2 |" in done.stdout, done.stdout + done.stderr[-3000:]
+
+
+def test_models_that_are_split_otherwise_are_refused(tmp_path: Path) -> None:
+    for name in ("tp_size", "pp_size", "ep_size"):
+        model = make_model("llama")
+        model.config.distributed_config = SimpleNamespace(**{name: 2})
+        args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+        with pytest.raises(UnsupportedError, match=f"a model with {name}=2 in its distributed_config is not supported"):
+            Ours(model, args, tokenring=tr.ContextParallel("self"))
+
+
+def test_deepspeed_is_refused() -> None:
+    class Speedy:
+        def create_accelerator_and_postprocess(self) -> None:
+            self.accelerator, self.is_deepspeed_enabled = SimpleNamespace(parallelism_config=None), True
+
+    class OnSpeedy(TokenRingTrainerMixin, Speedy):
+        def __init__(self) -> None:
+            self.tokenring = tr.ContextParallel("self")
+
+    with pytest.raises(UnsupportedError, match="DeepSpeed is not supported by tokenring's Trainer"):
+        OnSpeedy().create_accelerator_and_postprocess()
 
 
 class Ours(TokenRingTrainerMixin, Trainer):  # type: ignore[misc]

@@ -25,7 +25,7 @@ from tokenring.api.inputs import check_context
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.integrations.transformers.batches import cut_batch
 from tokenring.integrations.transformers.refusals import check_keywords
-from tokenring.integrations.transformers.training import HELD, use_tokenring
+from tokenring.integrations.transformers.training import HELD, change_model
 from tokenring.runtime.agreement import refusing
 
 
@@ -55,8 +55,9 @@ class TokenRingTrainerMixin:
     any_model, any_version: as of `use_tokenring`, which is called with the trainer's model. All else is the Trainer's.
     DDP or FSDP must join the gradients of all ranks, as the Trainer does by itself.
 
-    Raises UnsupportedError for label smoothing, own loss functions, accelerate's own context parallelism, and
-    evaluation that wants logits; ConfigurationError for ranks that are no neighbours.
+    Raises UnsupportedError for label smoothing, own loss functions, accelerate's own context parallelism, DeepSpeed,
+    tensor and pipeline parallelism, and evaluation that wants logits; ConfigurationError for ranks that are no
+    neighbours, and in steps for FSDP2 over other ranks than all.
     """
 
     accelerator: Any
@@ -71,8 +72,8 @@ class TokenRingTrainerMixin:
         super().__init__(*given, **more)
         _check_arguments(self)
         changed = _transformers_model(self.model)
-        # Not "mean": the Trainer multiplies the loss by the number of processes itself.
-        use_tokenring(changed, tokenring, gradients="sum", any_model=any_model, any_version=any_version)
+        # Factor 1, with a mean: the Trainer multiplies the loss by the number of processes itself.
+        change_model(changed, tokenring, "mean", 1, any_model=any_model, any_version=any_version)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let the data loaders give the same batches to the ranks that share a sequence."""
@@ -82,6 +83,11 @@ class TokenRingTrainerMixin:
             raise UnsupportedError(
                 "accelerate's parallelism_config with tp, cp or sp beside tokenring is not supported: leave it out; "
                 "tokenring's ContextParallel says which ranks share a sequence"
+            )
+        if getattr(self, "is_deepspeed_enabled", False):
+            raise UnsupportedError(
+                "DeepSpeed is not supported by tokenring's Trainer: its data loaders would give each rank of cp "
+                "other batches; take fsdp=True, or DDP"
             )
         mesh = _mesh_of(self.tokenring)
         if mesh is not None:
@@ -127,6 +133,7 @@ class TokenRingTrainerMixin:
 
 def _check_arguments(trainer: Any) -> None:
     args = trainer.args
+    _check_sharding(_transformers_model(trainer.model))
     if getattr(args, "label_smoothing_factor", 0.0):
         raise UnsupportedError("label_smoothing_factor is not supported by tokenring: set it to 0.0")
     if trainer.tokenring.world_size > 1 and _is_dispatched(trainer):
@@ -139,6 +146,17 @@ def _check_arguments(trainer: Any) -> None:
             "average_tokens_across_devices=False is not supported by tokenring: ranks hold different numbers of labels "
             "of one batch; leave it True"
         )
+
+
+def _check_sharding(model: Any) -> None:
+    """Raise UnsupportedError for a model that transformers has split by more than FSDP, as it loaded the weights."""
+    how = getattr(getattr(model, "config", None), "distributed_config", None)
+    for name in ("tp_size", "pp_size", "ep_size"):
+        if (getattr(how, name, None) or 1) > 1:
+            raise UnsupportedError(
+                f"a model with {name}={getattr(how, name)} in its distributed_config is not supported by tokenring's "
+                f"Trainer: only fsdp_size and dp_replicate_size are, over all ranks"
+            )
 
 
 def _is_dispatched(trainer: Any) -> bool:
