@@ -18,8 +18,9 @@ from patience import patient
 from sampling import FULL_GRID
 
 import tokenring as tr
-from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
 from tokenring.integrations.transformers.trainer import RankGrid, TokenRingTrainerMixin
+from tokenring.integrations.transformers.versions import check_trainer
 
 need()
 pytest.importorskip("accelerate", reason="accelerate is not installed: the Trainer wants it")
@@ -70,6 +71,25 @@ def test_models_that_are_split_otherwise_are_refused(tmp_path: Path) -> None:
         args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
         with pytest.raises(UnsupportedError, match=f"a model with {name}=2 in its distributed_config is not supported"):
             Ours(model, args, tokenring=tr.ContextParallel("self"))
+
+
+@pytest.mark.parametrize(("package", "newest"), [("accelerate", "1.15"), ("trl", "1.16")])
+def test_versions_of_what_trainers_are_made_of(package: str, newest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too old, too new and missing: our own message, before anything is made."""
+    found = SimpleNamespace(__version__=newest)
+    made = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"})
+    monkeypatch.setitem(sys.modules, package, found)
+    check_trainer(made)
+    for version in ("0.9.0", "99.0"):
+        found.__version__ = version
+        with pytest.raises(UnsupportedError, match=f"{package} {version} is not one that tokenring was run with"):
+            check_trainer(made)
+        check_trainer(made, any_version=True)
+    if package == "trl":
+        check_trainer(type("Trainer", (), {"__module__": "transformers.trainer"}))
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(BackendUnavailable, match=f"{package} cannot be imported .*: pip install '{package}>=1"):
+        check_trainer(made)
 
 
 def test_deepspeed_is_refused() -> None:

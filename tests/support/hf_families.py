@@ -58,7 +58,7 @@ KINDS = ("dense", "packed", "right-padded")
 def need() -> None:
     """Skip where transformers is not there, which no other test wants."""
     if importlib.util.find_spec("transformers") is None:
-        why = "transformers is not installed: pip install 'transformers>=5.23,<5.24'"
+        why = "transformers is not installed: pip install 'transformers>=5.20,<5.25'"
         pytest.skip(why, allow_module_level=True)
 
 

@@ -26,6 +26,7 @@ from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.integrations.transformers.batches import cut_batch
 from tokenring.integrations.transformers.refusals import check_keywords
 from tokenring.integrations.transformers.training import HELD, change_model
+from tokenring.integrations.transformers.versions import check_trainer
 from tokenring.runtime.agreement import refusing
 
 
@@ -55,9 +56,10 @@ class TokenRingTrainerMixin:
     any_model, any_version: as of `use_tokenring`, which is called with the trainer's model. All else is the Trainer's.
     DDP or FSDP must join the gradients of all ranks, as the Trainer does by itself.
 
-    Raises UnsupportedError for label smoothing, own loss functions, accelerate's own context parallelism, DeepSpeed,
-    tensor and pipeline parallelism, and evaluation that wants logits; ConfigurationError for ranks that are no
-    neighbours, and in steps for FSDP2 over other ranks than all.
+    Raises UnsupportedError for versions of transformers, accelerate and trl that were not run, label smoothing, own
+    loss functions, accelerate's own context parallelism, DeepSpeed, tensor and pipeline parallelism, and evaluation
+    that wants logits; ConfigurationError for ranks that are no neighbours, and in steps for FSDP2 over other ranks than
+    all; BackendUnavailable without accelerate.
     """
 
     accelerator: Any
@@ -68,6 +70,7 @@ class TokenRingTrainerMixin:
         self, *given: Any, tokenring: ContextParallel, any_model: bool = False, any_version: bool = False, **more: Any
     ) -> None:
         check_context(tokenring)
+        check_trainer(type(self), any_version)
         self.tokenring = tokenring
         super().__init__(*given, **more)
         _check_arguments(self)
