@@ -7,9 +7,10 @@ Trainer: batches of texts of several lengths, padded at the right. SFTTrainer: p
 which get batches of their own. --join: what joins gradients: DDP; FSDP2 over all ranks (fsdp2); FSDP2 over the ranks
 of cp, with a copy in each group (hsdp); both again, sharded as transformers loads the weights (native, native-hsdp).
 accelerate wraps by FSDP on accelerators alone: here its state is told that processes of CPUs are some.
-Compares each step's loss and norm of gradients. AdamW forgives gradients that are wrong by a factor; the norm and
---optim sgd do not. Needs transformers, accelerate and trl (docs/transformers.md). Tiny models with random weights;
-nothing is downloaded. Ends with 1 if a loss differs by more than 1e-6, or a norm by more than 1e-5.
+Compares each step's loss and norm of gradients, and the loss of an evaluation at the end. AdamW forgives gradients
+that are wrong by a factor; the norm and --optim sgd do not. Needs transformers, accelerate and trl
+(docs/transformers.md). Tiny models with random weights; nothing is downloaded. Ends with 1 if a loss differs by more
+than 1e-6, or a norm by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO / each) for each in (".", "tests/support", "tests/fakes")]
-LOSS_LIMIT, NORM_LIMIT, STEPS, SEQUENCES = 1e-6, 1e-5, 20, 4  # SEQUENCES: of a step, over all data-parallel groups
+LOSS_LIMIT, NORM_LIMIT, STEPS = 1e-6, 1e-5, 20
+SEQUENCES, EVALUATED = 4, 16  # of a step, over all data-parallel groups; and at the end
 JOINS = ("ddp", "fsdp2", "hsdp", "native", "native-hsdp")
 
 
@@ -47,18 +49,18 @@ def main() -> int:
         train(given)
         return 0
     print(f"relative differences over {STEPS} steps, {given.optim}, {given.accumulate} batches a step\n")
-    print("| trainer | model | ranks | CP | joined by | losses | difference of losses | of norms |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| trainer | model | ranks | CP | joined by | losses | difference of losses | of norms | evaluated |")
+    print("|---|---|---|---|---|---|---|---|---|")
     wrong = 0
     for trainer, model in itertools.product(given.trainers, given.models):
         alone = logged(trainer, model, 1, "ddp", given)
         for ranks, join in itertools.product(given.ranks, given.join):
             found = logged(trainer, model, ranks, join, given)
-            loss, norm = (largest(found[name], alone[name]) for name in ("loss", "grad_norm"))
-            wrong += not (loss <= LOSS_LIMIT and norm <= NORM_LIMIT)
+            loss, norm, evaluated = (largest(found[name], alone[name]) for name in alone)
+            wrong += not (loss <= LOSS_LIMIT and norm <= NORM_LIMIT and evaluated <= LOSS_LIMIT)
             first, last = alone["loss"][0], alone["loss"][-1]
             how = f"{trainer} | {model} | {ranks} | {given.cp} | {join} | {first:.3f} to {last:.3f}"
-            print(f"| {how} | {loss:.1e} | {norm:.1e} |", flush=True)
+            print(f"| {how} | {loss:.1e} | {norm:.1e} | {evaluated:.1e} |", flush=True)
     return 1 if wrong else 0
 
 
@@ -98,15 +100,21 @@ def train(given: argparse.Namespace) -> None:
             mesh = init_device_mesh("cpu", (groups, given.cp), mesh_dim_names=("dp", "cp"))
             cp = tr.ContextParallel(mesh["cp"], "auto")
         arguments.per_device_train_batch_size = SEQUENCES // groups // given.accumulate
+        # The Trainer weighs the tokens of a step alike, over all groups; trl takes the mean of batches.
+        arguments.per_device_eval_batch_size = 2 if given.trainers[0] == "sft" else SEQUENCES // groups
         made = trainer_of(given.trainers[0], model_of(given, folder), arguments, cp)
         made.train()
+        made.evaluate()
         sharded = any(isinstance(each, torch.distributed.tensor.DTensor) for each in made.model.parameters())
         assert sharded == (given.join[0] != "ddp" and dist.is_initialized())  # accelerate may leave it silently
         if arguments.process_index == 0:
-            log = [each for each in made.state.log_history if "grad_norm" in each]
-            print("log:", json.dumps({name: [float(each[name]) for each in log] for name in ("loss", "grad_norm")}))
+            print("log:", json.dumps({name: logged_by(made, name) for name in ("loss", "grad_norm", "eval_loss")}))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def logged_by(trainer: Any, name: str) -> list[float]:
+    return [float(each[name]) for each in trainer.state.log_history if name in each]
 
 
 def settings(folder: str, given: argparse.Namespace) -> Any:
@@ -119,7 +127,7 @@ def settings(folder: str, given: argparse.Namespace) -> Any:
     common: dict[str, Any] = {
         "max_steps": STEPS, "learning_rate": 1e-2, "logging_steps": 1, "use_cpu": True, "report_to": [], "seed": 3,
         "save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant", "optim": given.optim,
-        "bf16": False, "gradient_accumulation_steps": given.accumulate,
+        "bf16": False, "prediction_loss_only": True, "gradient_accumulation_steps": given.accumulate,
     }  # fmt: skip
     if join in ("fsdp2", "hsdp") and world > 1:
         let_cpus_shard()
@@ -189,7 +197,8 @@ def trainer_of(kind: str, model: Any, arguments: Any, cp: Any) -> Any:
     made = torch.Generator().manual_seed(3)
     lengths = torch.randint(5, 60, (200,), generator=made).tolist()
     texts = [torch.randint(3, 96, (n,), generator=made).sort().values.tolist() for n in lengths]
-    given = {"train_dataset": Dataset.from_list([{"input_ids": text} for text in texts]), "tokenring": cp}
+    rows = Dataset.from_list([{"input_ids": text} for text in texts])
+    given = {"train_dataset": rows, "eval_dataset": rows.select(range(EVALUATED)), "tokenring": cp}
     if kind == "sft":
         return LongSFTTrainer(model, arguments, processing_class=tokenizer, **given)
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)

@@ -54,7 +54,7 @@ def test_twenty_steps(model: str) -> None:
 
 
 def test_twenty_packed_steps_under_fsdp() -> None:
-    """TRL's SFTTrainer at CP 2 x FSDP 2, with SGD: gradients that are wrong by a factor change losses."""
+    """TRL's SFTTrainer at CP 2 x FSDP 2, with SGD: gradients wrong by a factor change losses; and its evaluation."""
     for package in ("trl", "datasets"):
         pytest.importorskip(package)
     asked = ["--models", "gemma2", "--trainers", "sft", "--join", "fsdp2", "--ranks", "4", "--optim", "sgd"]

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.integrations.transformers.batches import cut_batch
+from tokenring.integrations.transformers.batches import BATCH, cut_batch
 from tokenring.integrations.transformers.refusals import check_keywords
 from tokenring.integrations.transformers.training import HELD, change_model
 from tokenring.integrations.transformers.versions import check_trainer
@@ -106,16 +106,24 @@ class TokenRingTrainerMixin:
             check_keywords(config, inputs)
         return nullcontext, cut_batch(inputs, self.tokenring, config)
 
-    def compute_loss(self, model: Any, inputs: Any, *given: Any, **more: Any) -> Any:
-        """Return this rank's share of the loss, such that its mean over all ranks is the loss."""
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **more: Any
+    ) -> Any:
+        """Return this rank's share of the loss, such that its mean over all ranks is the loss.
+
+        Without num_items_in_batch, as trl evaluates, over the ranks that share the batch, which may come whole.
+        """
         if getattr(self, "compute_loss_func", None) is not None:
             raise UnsupportedError("compute_loss_func is not supported by tokenring: it gets a part of the logits only")
-        found = super().compute_loss(model, inputs, *given, **more)  # type: ignore[misc]
-        items = given[1] if len(given) > 1 else more.get("num_items_in_batch")
-        if items is not None:
-            return found  # times the number of processes, by the Trainer
+        if num_items_in_batch is not None:  # the loss is multiplied by the number of processes, by the Trainer
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **more)  # type: ignore[misc]
+        if inputs.get(BATCH) is None:
+            inputs = self._prepare_context_parallel_inputs(model, inputs)[1]
+        items = inputs.get("num_items_in_batch")  # of the whole batch: trainers would take the mean of this rank's part
+        found = super().compute_loss(model, inputs, return_outputs, items, **more)  # type: ignore[misc]
         loss, *rest = found if isinstance(found, tuple) else (found,)
-        loss = loss * self.tokenring.world_size
+        multiplied = items is not None and getattr(self, "model_accepts_loss_kwargs", True)
+        loss = loss * self.tokenring.world_size / (self.accelerator.num_processes if multiplied else 1)
         return (loss, *rest) if isinstance(found, tuple) else loss
 
     def prediction_step(
