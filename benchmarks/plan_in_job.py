@@ -6,6 +6,7 @@ Of all other ranks a stand-in answers as they would, at once. Time runs from whe
 until both have the plan, the schedule and their own programs of both passes: causal zigzag, 32:8 heads, forward and
 backward. Trials of kernels and verbs, memory and transports are apart. Then the same in two new processes, from the
 plan that the first two kept. Above what a job may have, the forecast of `tokenring plan` is timed, in one process.
+`programs`: how much of the seconds a rank's own part took, with both programs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from tokenring.planner.interconnects.wiring import interconnect_of  # noqa: E402
 from tokenring.planner.machines.machine import machine_of_preset  # noqa: E402
 from tokenring.planner.machines.presets import preset  # noqa: E402
 from tokenring.planner.simulation.predict import Setting  # noqa: E402
-from tokenring.schedule.size_limits import MADE_RANKS  # noqa: E402
+from tokenring.schedule.size_limits import JOB_RANKS  # noqa: E402
 from tokenring.sequence.layout import make_layout  # noqa: E402
 from tokenring.sequence.mask import Causal  # noqa: E402
 from tokenring.sequence.workload import Request, Workload  # noqa: E402
@@ -50,9 +51,13 @@ START = b"start"
 
 @dataclass
 class Figures:
-    """What one process took: seconds of a clock and of the processor, its largest memory, and the schedule."""
+    """Figures of one process: seconds of a clock and of the processor, its largest memory, and the schedule.
+
+    programs_seconds: of the clock, what it took to make and lower its own part.
+    """
 
     seconds: float
+    programs_seconds: float
     cpu_seconds: float
     memory_mb: float
     name: str
@@ -100,11 +105,13 @@ def one_rank(rank: int, ranks: int, options: argparse.Namespace, link: Connectio
         cast(Transport, transport), request, (layout, layout),
         lambda: planner.plan(request, (layout, layout), kernel, transport.target),
     )  # fmt: skip
+    planned = time.perf_counter()
     for direction in PASSES:
         lower(found.schedule, rank, direction, size)
+    programs_seconds = time.perf_counter() - planned
     seconds, worked = time.perf_counter() - began, time.process_time() - worked
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    say.send(Figures(seconds, worked, memory, found.name))
+    say.send(Figures(seconds, programs_seconds, worked, memory, found.name))
 
 
 def job(ranks: int, options: argparse.Namespace) -> list[Figures]:
@@ -133,7 +140,7 @@ def forecast_alone(ranks: int, options: argparse.Namespace, say: Connection) -> 
     began, worked = time.perf_counter(), time.process_time()
     found = forecast_call(CallToPlan(setting, layout, layout, Causal()))
     seconds, worked = time.perf_counter() - began, time.process_time() - worked
-    say.send(Figures(seconds, worked, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, found.name))
+    say.send(Figures(seconds, 0.0, worked, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, found.name))
 
 
 def alone(ranks: int, options: argparse.Namespace) -> Figures:
@@ -152,7 +159,8 @@ def line(ranks: int, what: str, found: list[Figures]) -> str:
     """Return a row: the slowest process's clock, each one's seconds of the processor, the most memory."""
     worked = " + ".join(f"{each.cpu_seconds:.2f}" for each in found)
     slowest, memory = max(each.seconds for each in found), max(each.memory_mb for each in found)
-    return f"{ranks:6} {what:9} {slowest:8.3f} {worked:>14} {memory:7.0f}  {found[0].name}"
+    own = max(each.programs_seconds for each in found)
+    return f"{ranks:6} {what:9} {slowest:8.3f} {own:9.3f} {worked:>14} {memory:7.0f}  {found[0].name}"
 
 
 def main() -> int:
@@ -162,10 +170,10 @@ def main() -> int:
     parser.add_argument("--preset", default="hgx-h100")
     parser.add_argument("--runs", type=int, default=1)
     options: Any = parser.parse_args()
-    print(f"{'ranks':>6} {'what':9} {'seconds':>8} {'processor, s':>14} {'MB':>7}  schedule")
+    print(f"{'ranks':>6} {'what':9} {'seconds':>8} {'programs':>9} {'processor, s':>14} {'MB':>7}  schedule")
     for ranks in options.ranks:
         for _ in range(options.runs):
-            if ranks > MADE_RANKS:
+            if ranks > JOB_RANKS:
                 print(line(ranks, "forecast", [alone(ranks, options)]), flush=True)
                 continue
             with tempfile.TemporaryDirectory() as folder:

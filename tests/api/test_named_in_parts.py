@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import Case, Local, check_exact, compute
+from ranks import Here, RankPools
 
 import tokenring as tr
+from tokenring.api import arguments
 from tokenring.api.arguments import WHOLE_RANKS, not_chosen
 from tokenring.errors import TokenRingError
 from tokenring.ir.schedule_data import PASSES
 from tokenring.lowering.lower import lower
 from tokenring.lowering.target import APART, contacts
+from tokenring.schedule import size_limits
 from tokenring.schedule.names import named_schedule
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import Layout, make_layout
@@ -83,3 +87,32 @@ def test_refusals_are_the_same(name: str, pieces: int | None, heads: int, says: 
     with pytest.raises(type(caught.value)) as whole:
         named_schedule(name, size, made, made, tr.Causal(), pieces)
     assert str(caught.value) == str(whole.value) and says in str(caught.value)
+
+
+def run_large(here: Here, case: Case) -> tuple[Local, list[str], bool]:
+    """Attend as one of very many ranks; also what ranks told each other, and whether the schedule stays in parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, limit in ((size_limits, "MADE_RANKS"), (arguments, "WHOLE_RANKS")):
+            patch.setattr(module, limit, 1)
+        transport, told = here.transport("shm"), list[str]()
+        assert transport is not None
+        exchange = transport.exchange_text
+
+        def exchanged(text: bytes, what: str) -> list[bytes]:
+            told.append(what)
+            return exchange(text, what)
+
+        patch.setattr(transport, "exchange_text", exchanged)
+        cp = here.cp(layout=case.layout, schedule=case.schedule, transport=transport)
+        found = compute(cp, case)
+        q, k, v = (tr.shard(x, cp) for x in case.inputs()[:3])
+        return found, told, in_parts(tr.plan(q.requires_grad_(), k, v, cp, case.mask).schedule)
+
+
+@pytest.mark.parametrize("name", ["tokenring", "usp/2"])
+def test_ranks_tell_each_other_whom_they_send_to(name: str, ranks: RankPools) -> None:
+    """As above 256 ranks, where none knows the whole schedule."""
+    case = Case(4, name, "zigzag", "causal", 4, 2, 2, 16, torch.float32, None)
+    found = ranks(4)(run_large, case)
+    check_exact(case.whole([local for local, _, _ in found]), case.reference())
+    assert all(told.count("the connections") == 2 and parts for _, told, parts in found)  # of both passes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from tokenring.planner.choosing.cached_calls import (
     cached_ways,
     crossovers,
     fewest,
+    goes_to_all,
     least_cached_seconds,
     of_own_rows,
 )
@@ -97,6 +99,17 @@ def test_a_cache_does_not_move_for_a_small_gain(ranks: int) -> None:
         assert of_own_rows(given.with_lengths(count, 1 << 17)) == name
 
 
+@pytest.mark.parametrize(("held", "name"), [(0.99, "direct-q"), (1.01, "direct-kv")])
+def test_a_cache_goes_to_all_where_that_holds_no_more(held: float, name: str) -> None:
+    """In one round, where q and results need two; not where a rank would hold more than these are."""
+    given = replace(call(4, cached=1 << 14, switch=False), machine=Machine(constant(1e6), Messages(1.0)))
+    enough = fewest(lambda count: goes_to_all(given.with_lengths(count, 1 << 14)))
+    assert enough is not None
+    asked = given.with_lengths(int(held * enough), 1 << 14)
+    fastest = min((way for way in cached_ways(asked) if way.rounds), key=lambda way: way.seconds)
+    assert fastest.name == "direct-kv" and of_own_rows(asked) == name
+
+
 def test_latents_are_fewer_bytes() -> None:
     """Kept once: 576 of a token, and not 576 + 512."""
     given = call(kv_heads=1)
@@ -158,6 +171,38 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_options_that_do_not_go_with_it(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*H100, *more]) == 2
     assert said in capsys.readouterr().err
+
+
+LATENTS = ["plan", "--topology", "preset:hgx-h100", "--cached", "128k", "--heads", "128", "--latents"]
+
+
+def test_latents_of_a_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of DeepSeek: what moves of the cache is 576 elements of a token, and not 576 + 512."""
+    assert main([*LATENTS, "--dim", "576", "--value-dim", "512", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["latents"] and found["kv_heads"] == 1
+    sent = {way["name"]: way["sent_bytes"] for way in found["ways"]}
+    assert sent["direct-kv"] == pytest.approx(7 / 8 * 131072 * 576 * 2)
+    assert main([*LATENTS, "--dim", "576", "--value-dim", "512"]) == 0
+    assert "1 new token over 131,072 cached latents, 128:1 heads × 576/512" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--kv-heads", "8", "--dim", "576", "--value-dim", "512"], "--kv-heads 8 with --latents"),
+        (["--dim", "576"], "give --value-dim N of at most 576"),
+        (["--dim", "64", "--value-dim", "128"], "give --value-dim N of at most 64"),
+    ],
+)
+def test_sizes_of_no_latents(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LATENTS, *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_latents_are_of_a_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--topology", "preset:hgx-h100", "--latents"]) == 2
+    assert "--latents says what a cache holds: it goes with --cached N" in capsys.readouterr().err
 
 
 def test_tokens_are_of_a_cache(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,29 @@ def test_how_often_the_choice_is_near_the_best(tmp_path: Path, monkeypatch: pyte
     assert last.strip() == "auto within 1.05 x the best in 1 of 2 cells, at most 1.250 x"
 
 
+CACHED_ROWS = """\
+cell,way,auto,measured_ms
+a,one-shot,1,10.0
+a,two-step,0,8.0
+b,direct-q,0,51.0
+b,direct-kv,1,50.0
+"""
+
+
+def test_cells_of_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way is the fastest of some; how often auto is near the best."""
+    made = script("cells/cached_cells.py", monkeypatch)
+    cells = made.cells()
+    assert len({each.name for each in cells}) == len(cells) >= 24
+    assert {each.ways(each.tflops)[0].name for each in cells} == {way for ways in made.WAYS.values() for way in ways}
+    path = tmp_path / "cells.csv"
+    path.write_text(CACHED_ROWS, encoding="utf-8")
+    _, _, first, second, last = made.table(path)
+    assert first == "| a | one-shot | 10.0 | two-step | 8.0 | 1.250 |"
+    assert second == "| b | direct-kv | 50.0 | direct-kv | 50.0 | 1.000 |"
+    assert last.strip() == "auto within 1.05 x the best in 1 of 2 cells, 1.15 x in 1, at most 1.250 x"
+
+
 def test_plans_that_take_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

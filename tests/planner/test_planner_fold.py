@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 
 import pytest
-from nets import BOTH, clusters, named, setting, workload
+from nets import BOTH, clusters, named, of_hosts, setting, with_network, workload
 
+import tokenring as tr
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import Pass
 from tokenring.lowering.footprint import link_bytes
@@ -17,12 +18,16 @@ from tokenring.planner.choosing.folded_world import DEPTHS, DrawnOut, FoldedWorl
 from tokenring.planner.choosing.folding import Folding
 from tokenring.planner.choosing.select import ROUNDING
 from tokenring.planner.choosing.symmetry import FoldedNet, Symmetry, symmetry_of
+from tokenring.planner.interconnects.interconnect import LinkFabric
+from tokenring.planner.interconnects.rank_order import good_order
 from tokenring.planner.simulation.operations import Operation, SimulatedPost, operations
 from tokenring.planner.simulation.predict import Setting, predict
 from tokenring.planner.simulation.simulate import TakesLonger, simulate
 from tokenring.schedule.families.registry import parse
+from tokenring.schedule.names import named_schedule
 from tokenring.schedule.routes import Hop, Origin, direct
 from tokenring.schedule.scheme import Pair, Scheme
+from tokenring.sequence.layout import make_layout
 from tokenring.tables.rates import Messages
 
 LOCAL, HOSTS = 4, 3
@@ -52,6 +57,27 @@ def test_as_exact_as_every_rank(name: str, direction: Pass) -> None:
     asked = setting(clusters(HOSTS, LOCAL), SIZE, (direction,), tflops=0.5)
     exact = predict(named(name, RANKS, SIZE.q_length), asked)
     assert folded_seconds(name, asked) == pytest.approx(exact.seconds, rel=0.01)
+
+
+CROSSED = (0, 2, 1, 3)  # the devices of a host round its ring
+
+
+@pytest.mark.parametrize("name", ["ring", "tokenring", "double-ring/4", "usp/4"])
+def test_ranks_stand_where_schedules_have_them(name: str) -> None:
+    """Of hosts whose devices are not numbered round their ring, schedules are made in a good order; folded, too."""
+    near = {(CROSSED[at], CROSSED[(at + by) % LOCAL]) for at in range(LOCAL) for by in (1, -1)}
+    ways = {(a, b): (f"{a}>{b}" if (a, b) in near else "root",) for a, b in permutations(range(LOCAL), 2)}
+    gbs = {way[0]: 0.1 if way == ("root",) else 1.0 for way in ways.values()}
+    net = of_hosts("crossed", with_network(LinkFabric(LOCAL, ways, gbs), 1.0), HOSTS)
+    order = good_order(net)
+    assert list(order) != sorted(order)
+    asked = setting(net, SIZE, BOTH[:1], tflops=0.5)
+    layout = make_layout("contiguous", RANKS, SIZE.q_length)
+    exact = predict(named_schedule(name, SIZE, layout, layout, tr.Full(), order=order), asked)
+    folded = FoldedWorld(name, asked, 1.0, HOSTS, LOCAL).one_pass("forward")
+    assert folded.seconds == pytest.approx(exact.seconds, rel=0.01)
+    as_numbered = predict(named_schedule(name, SIZE, layout, layout, tr.Full()), asked)
+    assert name == "usp/4" or as_numbered.seconds > 1.2 * exact.seconds
 
 
 @pytest.mark.parametrize("direction", BOTH)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from nets import BOTH, call, clusters, named, setting, workload
 
 import tokenring as tr
+from tokenring.backends.interfaces import Transport
 from tokenring.display.units import mb_text
-from tokenring.errors import ConfigurationError
+from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.ir.schedule_data import Pass
+from tokenring.lowering.backend_names import transport_target
+from tokenring.lowering.lower import lower
+from tokenring.lowering.target import Link, Target, links
 from tokenring.planner.bounds.mask_density import is_even, most_of_own_rows
-from tokenring.planner.choosing import auto
+from tokenring.planner.choosing import auto, checks
 from tokenring.planner.choosing.auto import CallToPlan, forecast_call, plan_call, plan_or_forecast
 from tokenring.planner.choosing.folded_world import Figures
 from tokenring.planner.choosing.plan import Forecast
 from tokenring.planner.choosing.scale_out import HOPELESS, Task, figures
 from tokenring.planner.simulation.predict import predict
-from tokenring.schedule.schedule import Schedule
+from tokenring.runtime.message_groups import connect
+from tokenring.schedule import size_limits
+from tokenring.schedule.names import schedule_in_parts
+from tokenring.schedule.own_part import OwnParts
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.workload import Workload
 
@@ -164,28 +172,90 @@ def test_nothing_can_be_planned() -> None:
         forecast_call(large_call(families=("usp/8",)))
 
 
-@pytest.mark.parametrize("hosts", [64, 80])
-def test_what_a_job_would_have_to_make_is_refused(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is reckoned or made; 256 ranks are not too many."""
-    asked: list[str] = []
-    found = SimpleNamespace(name="ring", workload=None, reason="", candidates=())
+class _Asked(Exception):
+    """Something is about to be reckoned."""
 
-    def forecast(call: object, **_: object) -> SimpleNamespace:
-        asked.append("forecast")
-        return found
 
-    def made(call: object, name: str, order: object) -> Schedule:
-        asked.append("schedule")
-        return named(name, 2, 64)
+@pytest.mark.parametrize(
+    ("hosts", "changes", "says"),
+    [
+        (64, {"mask": tr.SlidingWindow(64)}, None),  # 256 ranks are not too many to make all
+        (80, {}, None),
+        (80, {"mask": tr.SlidingWindow(64)}, r"auto. with mask window\(64,0\) needs a schedule of 320 ranks.*: use"),
+        (80, {"target": Target(bundle_bytes=1)}, "auto. over this transport needs a schedule of 320 ranks"),
+        (1028, {}, "at most 4,096 ranks in a job, not 4,112: use smaller groups"),
+    ],
+)
+def test_what_every_rank_would_have_to_make_whole_is_refused(
+    hosts: int, changes: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is reckoned or made."""
+
+    def forecast(*_: object, **__: object) -> None:
+        raise _Asked
 
     monkeypatch.setattr(auto, "_forecast", forecast)
-    monkeypatch.setattr(auto, "make_in_parts", made)
-    if hosts == 64:
-        assert plan_call(large_call(hosts=hosts)).name == "ring"
-    else:
-        with pytest.raises(ConfigurationError, match=r"auto. needs a schedule of 320 ranks.*: use smaller groups"):
-            plan_call(large_call(hosts=hosts))
-    assert asked == (["forecast", "schedule"] if hosts == 64 else [])
+    asked = large_call(hosts=hosts, mask=changes.get("mask"))
+    asked = replace(asked, setting=replace(asked.setting, target=changes.get("target", asked.setting.target)))
+    with pytest.raises(_Asked if says is None else ConfigurationError, match=says):
+        plan_call(asked)
+
+
+def test_modes_that_need_all_are_not_for_so_many_ranks() -> None:
+    """A limit is what is refused, and not a mode that nobody asked for."""
+    modes = {"hccl/batch": transport_target("hccl/batch")}
+    asked = large_call(hosts=80, families=("usp/4",), memory_limit_bytes=1000, modes=modes)
+    with pytest.raises(MemoryLimitError, match="no schedule fits"):
+        plan_call(replace(asked, setting=replace(asked.setting, target=transport_target("hccl"))))
+
+
+def test_a_schedule_without_parts_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"'ring/late/pieces2' has to be made whole.* of 320 ranks.*: use sma"):
+        plan_call(large_call(hosts=80, families=("ring/late/pieces2",)))
+
+
+@pytest.mark.parametrize("name", ["usp/4", "ring"])
+def test_a_large_job_makes_no_schedule_of_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 plans, another makes its part by that word; programs and links are those of the whole.
+
+    Of 64 ranks, as if these were too many.
+    """
+    for module in (checks, size_limits):
+        monkeypatch.setattr(module, "MADE_RANKS", 16)
+    asked = large_call(families=(name,))
+    plan = plan_call(asked)
+    size, layout = asked.setting.workload, asked.q_layout
+    told = schedule_in_parts(plan.name, size, layout, layout, asked.mask, direction=plan.direction)
+    whole = vars(told)["_parts"].whole()
+    monkeypatch.setattr(OwnParts, "whole", lambda self: pytest.fail("the whole is made"))
+    for schedule, rank in ((plan.schedule, 0), (told, 41)):
+        program = lower(schedule, rank, "forward", size, NCCL)
+        assert program == lower(whole, rank, "forward", size, NCCL)
+    connected = _Connecting(links(told.of_rank(41), BOTH[:1]))
+    connect(cast(Transport, connected), told, "forward", torch.device("cpu"))
+    assert connected.prepared == {(41, *each) for each in connected.said} != set()
+    assert connected.prepared == {each for each in links(whole, BOTH[:1]) if each[0] == 41}
+
+
+NCCL = transport_target("nccl")
+
+
+class _Connecting:
+    """The transport of one rank of many, whose other ranks say that they send nothing."""
+
+    rank, target = 41, NCCL
+
+    def __init__(self, own: set[Link]) -> None:
+        self.own, self.prepared, self.said = own, set[Link](), list[list[Any]]()
+
+    def exchange_text(self, text: bytes, what: str) -> list[bytes]:
+        """Return what all ranks say, by rank."""
+        self.said = json.loads(text)
+        return [text if rank == self.rank else b"[]" for rank in range(64)]
+
+    def prepare(self, needed: set[Link], device: torch.device) -> None:
+        """Keep what would be connected."""
+        self.prepared = set(needed)
 
 
 # ---------- chunks that pieces do not divide

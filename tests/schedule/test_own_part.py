@@ -20,12 +20,12 @@ from tokenring.lowering.storage import Storage
 from tokenring.lowering.target import APART, Target, links
 from tokenring.schedule.families.change import arranged
 from tokenring.schedule.families.registry import FAMILIES, parse
-from tokenring.schedule.names import direction_of, named_schedule, schedule_in_parts
+from tokenring.schedule.names import DIRECTIONS, direction_of, named_schedule, schedule_in_parts
 from tokenring.schedule.own_part import OwnParts
 from tokenring.schedule.placed import Placed
 from tokenring.schedule.routes import Origin
 from tokenring.schedule.schedule import Schedule
-from tokenring.schedule.scheme import STRAIGHT, WHOLE_UNITS, Scheme, nothing_moves_yet, units
+from tokenring.schedule.scheme import STRAIGHT, WHOLE_UNITS, Pair, Scheme, nothing_moves_yet, units
 from tokenring.schedule.sides import seen_units, units_in
 from tokenring.sequence.layout import Layout, make_layout
 from tokenring.sequence.mask import Causal, Full, Mask
@@ -203,12 +203,17 @@ def passed_on(scheme: Scheme, ranks: int) -> set[Kind]:
     """The kinds of which some unit is passed on by another than its owner."""
     kinds: tuple[Kind, ...] = ("q", "kv")
     found, gathers = set[Kind](), (scheme.gather_q, scheme.gather_kv)
-    for kind, gather, pieces in zip(kinds, gathers, (scheme.q_pieces, scheme.kv_pieces), strict=True):
-        starts = product(range(ranks), range(scheme.head_groups), range(pieces))
-        origins = [Origin(owner, ranks, heads=heads, piece=piece, pieces=pieces) for owner, heads, piece in starts]
-        if any(hop.src != origin.owner for origin in origins for hop in gather(origin)):
+    for kind, gather in zip(kinds, gathers, strict=True):
+        if any(hop.src != origin.owner for origin in origins(scheme, ranks, kind) for hop in gather(origin)):
             found.add(kind)
     return found
+
+
+def origins(scheme: Scheme, ranks: int, kind: Kind) -> list[Origin]:
+    """Return where the units of a kind begin."""
+    pieces = scheme.q_pieces if kind == "q" else scheme.kv_pieces
+    starts = product(range(ranks), range(scheme.head_groups), range(pieces))
+    return [Origin(owner, ranks, heads=heads, piece=piece, pieces=pieces) for owner, heads, piece in starts]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -224,6 +229,29 @@ def test_what_is_passed_on_is_seen() -> None:
     assert parse("ulysses").make(4).straight == STRAIGHT and parse("usp/2").make(4).straight == {"q"}
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_schemes_say_beforehand_is_what_routes_say(family: str) -> None:
+    """Whom kv never reaches, and that a step does not depend on when blocks are due."""
+    for name, _, layout, _, order in cases(family, CASES):
+        named, ranks = parse(name), layout.world_size
+        scheme = named.make(ranks) if order is None else arranged(named.make(ranks), order)
+        may_reach, when = scheme.may_reach_kv, scheme.when
+        for origin in origins(scheme, ranks, "kv") if may_reach else ():
+            reached = {hop.dst for hop in scheme.gather_kv(origin)} - {origin.owner}
+            assert may_reach is not None and all(may_reach(origin, rank) for rank in reached), name
+        for q_owner, kv_owner in product(range(ranks), repeat=2) if scheme.timed else ():
+            asked = Pair(q_owner, kv_owner, 0, 0, 0, ranks)
+            assert when is not None and len({when(asked, due) for due in (0, 1, ranks)}) == 1, name
+
+
+def test_what_is_said_beforehand_says_something() -> None:
+    found = parse("usp/4").make(8)
+    assert found.may_reach_kv is not None
+    reached = [[rank for rank in range(8) if found.may_reach_kv(each, rank)] for each in origins(found, 8, "kv")]
+    assert reached == [[heads, heads + 4] for _ in range(8) for heads in range(4)]
+    assert found.timed and parse("case-iii/2").make(8).timed and not parse("ring").make(8).timed
+
+
 @pytest.mark.parametrize("name", ["ring", "tokenring", "usp/2", "double-ring/4", "ulysses"])
 def test_a_direction_that_is_told_makes_the_same(name: str) -> None:
     layout = make_layout("contiguous", 8, 512)
@@ -236,6 +264,21 @@ def test_a_direction_that_is_told_makes_the_same(name: str) -> None:
     else:
         with pytest.raises(ConfigurationError, match="direction -1"):
             schedule_in_parts(*given, direction=-1)
+
+
+@pytest.mark.parametrize("name", ["ring", "tokenring", "usp/2", "double-ring/3", "case-iii/3"])
+@pytest.mark.parametrize("laid", ["contiguous", "zigzag"])
+def test_units_of_some_owners_show_the_direction(name: str, laid: str) -> None:
+    """As of very many ranks; where both directions move about as much, either is as good."""
+    layout = make_layout(laid, 36, 36 * 16)
+    moved = {}
+    for every in (1, 5):
+        ways = [OwnParts(parse(name).make(36, way), layout, layout, CAUSAL) for way in DIRECTIONS]
+        moved[every] = [each.requested_tokens(every) for each in ways]
+    less, more = sorted(moved[1])
+    if more > 1.1 * less:
+        assert moved[5].index(min(moved[5])) == moved[1].index(less)
+    assert max(moved[5]) < 0.4 * more
 
 
 def test_no_direction_is_told_of_what_is_made_whole() -> None:

@@ -73,6 +73,11 @@ class Target:
     modal: bool = False
 
     @property
+    def needs_all(self) -> bool:
+        """True if a rank's programs, or what is prepared for them, depend on moves of which it is neither end."""
+        return bool(self.bundle_bytes or self.ahead_bytes or self.collectives or self.batching or self.mailboxes)
+
+    @property
     def lowered(self) -> Target:
         """Target with only the fields that programs depend on: targets that are equal in this have the same ones."""
         return Target(**{name: getattr(self, name) for name in LOWERED})

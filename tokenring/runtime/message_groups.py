@@ -6,6 +6,7 @@ want to know beside single messages: where all go, which begin together.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 
 from tokenring.backends.interfaces import Transport, Work
 from tokenring.lowering.program import ALL_GATHER, BUNDLE, Collective, Instruction, Pack, Program, Recv, Send, Wait
-from tokenring.lowering.target import beyond, contacts
+from tokenring.lowering.target import Contacts, beyond, contacts, links
 from tokenring.runtime.call import ActiveCall, Step
 from tokenring.runtime.pool import Landed, Views
 
@@ -32,7 +33,10 @@ def connect(transport: Transport, schedule: ScheduleData, direction: Pass, devic
     Programs that were not proved with the schedule are proved before the first of them runs.
     Raises ConfigurationError, PeerLost, and ScheduleError if that proof fails.
     """
-    needed = contacts(schedule, transport.target, (direction,))
+    from tokenring.schedule.size_limits import MADE_RANKS
+
+    large = schedule.world_size > MADE_RANKS and not transport.target.needs_all
+    needed = _told(transport, schedule, direction) if large else contacts(schedule, transport.target, (direction,))
     transport.prepare(needed.links, device)
     target = transport.target if needed.groups else replace(transport.target, collectives=False)
     if beyond(target) or target.batching:  # else its programs were proved with the schedule
@@ -41,6 +45,14 @@ def connect(transport: Transport, schedule: ScheduleData, direction: Pass, devic
         verify_lowered(schedule, target)
     if needed.groups:
         transport.prepare_groups(needed.groups, device)
+
+
+def _told(transport: Transport, schedule: ScheduleData, direction: Pass) -> Contacts:
+    """Return the links of all ranks, of which each tells its own: it knows no more than its part of the schedule."""
+    mine = links(schedule.of_rank(transport.rank), (direction,))
+    own = sorted((dst, channel) for src, dst, channel in mine if src == transport.rank)
+    said = transport.exchange_text(json.dumps(own).encode(), "the connections")
+    return Contacts(frozenset((src, dst, channel) for src, to in enumerate(said) for dst, channel in json.loads(to)))
 
 
 class Collectives:

@@ -37,6 +37,7 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "direct-kv": direct_kv,
     "direct-q": direct_q,
 }  # those that need no parameters, whatever the heads; all families are in FAMILIES
+SAMPLED_OWNERS = 32  # of very many ranks, whose units show which direction moves less
 DIRECTIONS = (1, -1)  # of a ring: towards the next rank, or the one before
 PIECES_THAT_PAY = (2,)  # measured: more cost more messages than they hide
 LEAST_PIECE_BYTES = 1 << 16  # below, a message costs more than its bytes
@@ -167,17 +168,30 @@ def schedule_in_parts(
     """
     if pieces is None:
         pieces = default_pieces(name, workload, q_layout, kv_layout)
-    schemes = _schemes(name, q_layout, kv_layout, direction, pieces, order) if _goes_by_owner(name, mask) else []
-    if not schemes or not _in_parts(schemes):
+    schemes = _schemes_in_parts(name, q_layout, kv_layout, mask, pieces, order, direction)
+    if not schemes:
         return named_schedule(name, workload, q_layout, kv_layout, mask, pieces, order)
     check_heads(name, schemes[0].head_groups, workload)
     return Schedule.in_parts(_parts_that_move_least(schemes, q_layout, kv_layout, mask))
 
 
-def _in_parts(schemes: Sequence[Scheme]) -> bool:
+def goes_in_parts(name: str, workload: Workload, q_layout: Layout, kv_layout: Layout, mask: Mask) -> bool:
+    """Return whether `schedule_in_parts` makes tiles and moves only when they are asked for."""
+    pieces = default_pieces(name, workload, q_layout, kv_layout)
+    return bool(_schemes_in_parts(name, q_layout, kv_layout, mask, pieces))
+
+
+def _schemes_in_parts(
+    name: str, q_layout: Layout, kv_layout: Layout, mask: Mask, pieces: int | None, order: Sequence[int] | None = None,
+    direction: int | None = None,
+) -> list[Scheme]:  # fmt: skip
+    """Return the schemes of a name, one for each direction to choose from; none where the whole is made at once."""
     from tokenring.schedule.own_part import halves_in_pieces
 
-    return not any(map(halves_in_pieces, schemes))
+    if not _goes_by_owner(name, mask):
+        return []
+    schemes = _schemes(name, q_layout, kv_layout, direction, pieces, order)
+    return [] if any(map(halves_in_pieces, schemes)) else schemes
 
 
 def _goes_by_owner(name: str, mask: Mask) -> bool:
@@ -190,19 +204,26 @@ def direction_of(
 ) -> int | None:
     """Return the direction that `schedule_in_parts` takes, where there are two; None, too, where it makes the whole."""
     pieces = default_pieces(name, workload, q_layout, kv_layout)
-    schemes = _schemes(name, q_layout, kv_layout, None, pieces, order) if _goes_by_owner(name, mask) else []
-    if len(schemes) < 2 or not _in_parts(schemes):
+    schemes = _schemes_in_parts(name, q_layout, kv_layout, mask, pieces, order)
+    if len(schemes) < 2:
         return None
     least = _parts_that_move_least(schemes, q_layout, kv_layout, mask).scheme
     return DIRECTIONS[schemes.index(least)]
 
 
 def _parts_that_move_least(schemes: Sequence[Scheme], q_layout: Layout, kv_layout: Layout, mask: Mask) -> OwnParts:
-    """Return the parts of the scheme whose requests carry fewest tokens times hops, of equals the first."""
+    """Return the parts of the scheme whose requests carry fewest tokens times hops, of equals the first.
+
+    Of very many ranks those of some owners tell: the two differ by what they cost, not by what they compute.
+    """
     from tokenring.schedule.own_part import OwnParts
+    from tokenring.schedule.size_limits import MADE_RANKS
 
     some = [OwnParts(each, q_layout, kv_layout, mask) for each in schemes]
-    return some[0] if len(some) == 1 else min(some, key=OwnParts.requested_tokens)
+    ranks = q_layout.world_size
+    # One more than divides, so that owners are in every place of their host.
+    every = 1 if ranks <= MADE_RANKS else ranks // SAMPLED_OWNERS + 1
+    return some[0] if len(some) == 1 else min(some, key=lambda each: each.requested_tokens(every))
 
 
 # ---------- which of two mirror images moves less, by their routes alone: the schedules take far longer to make

@@ -76,11 +76,11 @@ class OwnParts:
 
     @cached_property
     def _q(self) -> Side:
-        return Side(self.empty, "q", self.scheme.gather_q, self.scheme.return_q)
+        return Side(self.empty, "q", self.scheme)
 
     @cached_property
     def _kv(self) -> Side:
-        return Side(self.empty, "kv", self.scheme.gather_kv, self.scheme.return_kv)
+        return Side(self.empty, "kv", self.scheme)
 
     @cached_property
     def _sees(self) -> list[int]:
@@ -238,17 +238,21 @@ class OwnParts:
     def _requests(self, side: Side, rank: int) -> Iterator[Move]:
         """Yield the requests that a rank sends and receives."""
         for key in self._reaching(side, rank):
-            hops = side.hops(key)
-            if not any(hop.src == rank for hop in hops):  # nobody waits for what it does with them
-                hops = tuple(hop for hop in hops if hop.dst == rank)
+            hops: Sequence[Hop] = side.hops(key)
+            touching = [hop for hop in hops if rank in (hop.src, hop.dst)]
+            if any(hop.src == rank for hop in touching):
+                first = min(map(_step_of, touching), default=0)
+                hops = [hop for hop in hops if hop.step >= first]  # only on later ones does it depend who needs them
+            else:  # nobody waits for what it does with them
+                hops = touching
             for block, (step, src, dst, _, _) in self._needed(side, key, hops):
                 if rank in (src, dst):
                     yield Move(step, block, src, dst, REQUESTS)
 
     def _reaching(self, side: Side, rank: int) -> Iterable[Key]:
         """Return the units that a rank sends or receives; where nobody passes them on, those that it owns or uses."""
-        if side.kind not in self.scheme.straight:
-            return [key for key in side.keys if key[0] == rank or rank in side.due(key)]
+        if not side.straight:
+            return [key for key in side.keys if side.reaches(key, rank)]
         used = {side.key(unit, heads) for heads, bits in self._used(rank)[side.kind].items() for unit in units_in(bits)}
         return used | set(side.owned(rank))
 
@@ -291,13 +295,17 @@ class OwnParts:
                         received.add(hop.dst)
                     yield block, hop
 
-    def requested_tokens(self) -> int:
-        """Return tokens times hops of all requests, of all ranks: what tells two directions of one ring apart."""
+    def requested_tokens(self, every: int = 1) -> int:
+        """Return tokens times hops of all requests: what tells two directions of one ring apart.
+
+        every: only the units of so many-th owners count, which is cheaper.
+        """
         rows = self.empty.rows
         return sum(
             rows(block)
             for side in (self._q, self._kv)
-            for key in side.keys
+            for owner in range(0, self.empty.world_size, every)
+            for key in side.owned(owner)
             for block, _ in self._needed(side, key, side.hops(key))
         )
 

@@ -45,6 +45,12 @@ class Placed:
 
     def _in_time(self, rank: int) -> list[tuple[Key, Key, int]]:
         found, kv_due, when, world = [], dict[Key, int](), self.scheme.when, self.empty.world_size
+        if self.scheme.timed and when is not None:
+            return [
+                (q, kv, when(Pair(q[0], kv[0], q[1], q[2], kv[2], world), 0))
+                for q, keys in self._meetings(rank)
+                for kv in keys
+            ]
         for q, keys in self._meetings(rank):
             q_due = self._q.due(q).get(rank, 0)
             for kv in keys:
@@ -94,8 +100,9 @@ class Placed:
 
     def _step(self, rank: int, q: Key, kv: Key) -> int:
         """Return the step in which a rank computes, where not everything waits for the last."""
-        step = max(self._q.due(q).get(rank, 0), self._kv.due(kv).get(rank, 0))
-        return step if self.scheme.when is None else self.scheme.when(self._pair(q, kv), step)
+        when = self.scheme.when
+        step = 0 if self.scheme.timed else max(self._q.due(q).get(rank, 0), self._kv.due(kv).get(rank, 0))
+        return step if when is None else when(self._pair(q, kv), step)
 
     def row_step(self, q: Key, kv_piece: int) -> int:
         """Return the step in which a unit of q meets a piece of kv; where tiles are timed by their q."""

@@ -43,7 +43,10 @@ class Scheme:
     together: a rank computes when everything has arrived.
     late: part of each rank's local tile is kept for last (`passes.keep_for_last`).
     placed_by_q: `place` says the same of a q unit and a piece of kv whoever owns that.
+    timed: `when` says the same whenever blocks are due, so that this need not be known.
     timed_by_q: so does `when`, also whenever they are due; with `placed_by_q`, tiles need not be made one by one.
+    may_reach_kv: whether a unit of kv may ever be at a rank that does not own it: cheaper to tell than its route, for
+        ranks that make their own part alone. None: routes tell.
     straight: the kinds of which units go from their owner to every rank in one hop: nobody passes them on.
     """
 
@@ -64,8 +67,10 @@ class Scheme:
     when: Callable[[Pair, int], int] | None = None
     late: bool = False
     placed_by_q: bool = False
+    timed: bool = False
     timed_by_q: bool = False
     straight: frozenset[Kind] = field(default_factory=frozenset)
+    may_reach_kv: Callable[[Origin, int], bool] | None = None
 
 
 class NotWanted(Exception):

@@ -9,10 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from tokenring.ir.schedule_data import Block, Joined, Kind
-from tokenring.schedule.routes import Gather, Hop, Makers, Origin, Return
+from tokenring.schedule.routes import Hop, Makers, Origin
 
 if TYPE_CHECKING:
     from tokenring.schedule.schedule import Schedule
+    from tokenring.schedule.scheme import Scheme
 
 Key = Joined  # owner, head group and piece: their units go the same ways, at the same time
 
@@ -58,8 +59,12 @@ class ByKey(dict[Key, V]):
 class Side:
     """All units of q, or of kv, and their routes: what is known of each is found when it is first asked for."""
 
-    def __init__(self, empty: Schedule, kind: Kind, gather: Gather, back: Return) -> None:
-        self.kind, self.gather, self.back = kind, gather, back
+    def __init__(self, empty: Schedule, kind: Kind, scheme: Scheme) -> None:
+        self.kind, self.straight = kind, kind in scheme.straight
+        if kind == "q":
+            self.gather, self.back, self._may_reach = scheme.gather_q, scheme.return_q, None
+        else:
+            self.gather, self.back, self._may_reach = scheme.gather_kv, scheme.return_kv, scheme.may_reach_kv
         layout = empty.layout_of(kind)
         self._world, self._groups, self._pieces = empty.world_size, empty.head_groups, empty.pieces_of(kind)
         self._owners, self._owned = layout.owners, layout.owned_by
@@ -108,9 +113,20 @@ class Side:
 
     def hops(self, key: Key) -> tuple[Hop, ...]:
         """Return the hops by which a unit reaches all ranks that it ever reaches."""
-        if key not in self._hops:
-            self._hops[key] = self.gather(self._origin(key))
-        return self._hops[key]
+        if key in self._hops:
+            return self._hops[key]
+        found = self.gather(self._origin(key))
+        if not self.straight:  # else each is asked for once, and together they are large
+            self._hops[key] = found
+        return found
+
+    def reaches(self, key: Key, rank: int) -> bool:
+        """Return whether a unit is ever at a rank."""
+        if key[0] == rank:
+            return True
+        if self._may_reach is not None and not self._may_reach(self._origin(key), rank):
+            return False
+        return rank in self.due(key)
 
     def due(self, key: Key) -> dict[int, int]:
         """Return in which step a unit is due at each rank that it reaches."""

@@ -54,8 +54,26 @@ def cached_call(options: argparse.Namespace, given: argparse.Namespace) -> Cache
     net = context_parallel_group(first_ranks(net, options.ranks), options.tp)
     tokens, cached = read_size("--tokens", options.tokens), read_size("--cached", options.cached)
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
-    whole = Workload(options.batch, tokens, cached, options.heads, kv_heads, options.dim, dtype, options.value_dim)
+    latent_dim = None
+    if options.latents:
+        kv_heads, latent_dim = _heads_of_latents(options), options.dim
+    whole = Workload(
+        options.batch, tokens, cached, options.heads, kv_heads, options.dim, dtype, options.value_dim, latent_dim
+    )
     return CachedCall(heads_of_group(whole, options.tp), net, machine)
+
+
+def _heads_of_latents(options: argparse.Namespace) -> int:
+    """Return 1, the heads of latents, which all query heads share. Raises ConfigurationError for other sizes."""
+    if options.kv_heads not in (None, 1):
+        raise ConfigurationError(f"--kv-heads {options.kv_heads} with --latents: they are of all heads; leave it out")
+    if options.value_dim is None or options.value_dim > options.dim:
+        raise ConfigurationError(
+            f"--latents of --dim {options.dim} elements, --value-dim {options.value_dim}: the first elements of a "
+            f"latent are its values, so give --value-dim N of at most {options.dim} (DeepSeek: --dim 576 --value-dim "
+            f"512)"
+        )
+    return 1
 
 
 def cached_json(call: CachedCall) -> str:
@@ -65,6 +83,7 @@ def cached_json(call: CachedCall) -> str:
         "format": FORMAT, "version": VERSION, "interconnect": call.interconnect.name, "ranks": call.ranks,
         "batch": size.batch, "tokens": size.q_length, "cached": size.kv_length, "heads": size.q_heads,
         "kv_heads": size.kv_heads, "dim": size.head_dim, "value_dim": size.value_dim,
+        "latents": size.latent_dim is not None,
         "dtype": str(size.dtype).removeprefix("torch."),
         "ways": [asdict(way) for way in cached_ways(call)], "bound_seconds": least_cached_seconds(call),
         "cache_moves_from_tokens": crossed.cache_moves, "ranks_are_faster_from_cached": crossed.several,
@@ -79,7 +98,8 @@ def cached_report(call: CachedCall) -> str:
     dims = heads_text(size.head_dim, size.value_dim)
     lines = [
         f"attention of one layer, forward: batch {size.batch}, {_new(size.q_length)} over {size.kv_length:,} "
-        f"cached, {size.q_heads}:{size.kv_heads} heads × {dims}, {str(size.dtype).removeprefix('torch.')}",
+        f"cached{'' if size.latent_dim is None else ' latents'}, {size.q_heads}:{size.kv_heads} heads × {dims}, "
+        f"{str(size.dtype).removeprefix('torch.')}",
         f"on {call.interconnect.name}: {call.ranks} ranks; {call.machine.source}",
         f"{ways[0].name}: {_why(ways)}",
         "",

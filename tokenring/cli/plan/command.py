@@ -22,8 +22,9 @@ from tokenring.cli.trace.predicted import drawn, timeline
 from tokenring.display.console import Console, Parser, check_suffix, read_options, write_file
 from tokenring.errors import ConfigurationError
 from tokenring.gc_pause import no_collection
-from tokenring.planner.choosing.auto import CallToPlan, call_bound, check_made, make, with_simulated
+from tokenring.planner.choosing.auto import CallToPlan, call_bound, make, with_simulated
 from tokenring.planner.choosing.candidates import SHOWN
+from tokenring.planner.choosing.checks import check_made
 from tokenring.planner.choosing.kept_plans import plan_or_forecast_kept
 from tokenring.planner.choosing.plan import Plan
 from tokenring.planner.machines.presets import PRESETS
@@ -62,6 +63,8 @@ def main(argv: list[str]) -> int:
     if options.cached is not None:
         given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(UNUSED)))
         return _cached(options, given, console)
+    if options.latents:
+        raise ConfigurationError("--latents says what a cache holds: it goes with --cached N")
     if options.tokens != ONE_TOKEN:
         raise ConfigurationError(
             f"--tokens {options.tokens} are new tokens over a cache: say how many are cached with --cached N; for a "
@@ -216,6 +219,8 @@ def options_parser() -> Parser:
     add("--bytes", metavar="N", help="of a collective: the whole tensor (16M)")
     add("--cached", metavar="N", help="plan inference: new tokens over a KV cache of so many (docs/inference.md)")
     add("--tokens", default=ONE_TOKEN, metavar="N", help="new tokens over --cached (1: decode)")
+    add("--latents", action="store_true",
+        help="--cached is of latents, --dim wide: --value-dim of them are values (DeepSeek: 576 and 512)")  # fmt: skip
     add("--model", metavar="FILE", help="take heads, dimensions and mask of a config.json, or of a name (below)")
     add_heads(parser, 32, 128, "bf16")
     add_mask(parser, "causal")

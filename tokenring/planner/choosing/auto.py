@@ -23,6 +23,7 @@ from tokenring.planner.bounds.mask_density import (
     visible_share,
 )
 from tokenring.planner.choosing.candidates import MISFIT
+from tokenring.planner.choosing.checks import check_in_job, check_parts
 from tokenring.planner.choosing.few_connections import with_few_connections
 from tokenring.planner.choosing.judged import NOTHING_YET, Judged, Judgement, Progress, Selection
 from tokenring.planner.choosing.memory_fallback import over, within_limit
@@ -34,7 +35,7 @@ from tokenring.planner.interconnects.interconnect import Interconnect
 from tokenring.planner.interconnects.rank_order import good_order, node_sizes
 from tokenring.planner.simulation.predict import Setting, Worked
 from tokenring.schedule.families.registry import FAMILIES, expand, parse
-from tokenring.schedule.names import CUT_BY_DEFAULT, named_schedule, schedule_in_parts
+from tokenring.schedule.names import CUT_BY_DEFAULT, direction_of, named_schedule, schedule_in_parts
 from tokenring.schedule.schedule import Schedule
 from tokenring.schedule.scheme import WHOLE_UNITS, late_of
 from tokenring.schedule.size_limits import MADE_RANKS
@@ -43,8 +44,6 @@ from tokenring.sequence.mask import Mask
 
 EXACT_RANKS = 32  # above, one host stands for all, where there are many
 SOME_HOSTS = 4  # or so many, where one shows all
-IN_THE_COMMAND = f"ask for fewer, as with --ranks {MADE_RANKS} or a preset of fewer hosts"
-IN_A_JOB = "use smaller groups, or name a schedule if that is worth it (`tokenring plan` says which is fastest)"
 REFINED = 4  # schedules of the first round to try in pieces: the fastest, and as many that need least if all hid
 MANY_RANKS, MANY_REFINED = 16, 2  # above so many ranks the fastest alone, and fewer: each takes seconds
 PIECES = (2, 4)
@@ -81,6 +80,8 @@ def plan_call(call: CallToPlan) -> Plan:
     First every member of every family in whole blocks, then the best of them in pieces and with part of the local
     tile kept for last. The same input gives the same plan, everywhere.
     """
+    if call.setting.interconnect.world_size > MADE_RANKS:
+        call = replace(call, modes={name: mode for name, mode in call.modes.items() if not mode.needs_all})
     with no_collection():  # a quarter of the time; what is made lives to the end
         found = within_limit(lambda setting: _plan(replace(call, setting=setting)), *_limited(call))
         found = with_few_connections(found, *_limited(call), lambda mode, name: _plan_named(call.in_mode(mode), name))
@@ -122,10 +123,10 @@ def _plan(call: CallToPlan) -> Plan:
     """Return the plan for a call over one transport."""
     setting, limit = call.setting, call.memory_limit_bytes
     if is_folded(call):
-        check_made(setting.interconnect, "schedule='auto'", IN_A_JOB)
+        check_in_job(setting, call.mask)
         found = _forecast(call, fastest_alone=True)
-        made = make_in_parts(call, found.name, order_of(setting.interconnect))
-        return Plan(made, found.workload, found.reason, found.candidates)
+        made, direction = make_in_parts(call, found.name, order_of(setting.interconnect))
+        return Plan(made, found.workload, found.reason, found.candidates, direction=direction)
     _check_simulated(setting.interconnect)
     _check_one_row(call)
     first = _first_round(call)
@@ -168,15 +169,6 @@ def _may_be_finer(name: str, found: Judgement) -> bool:
     if this is None:  # it is like another, does not fit, or its kernels take too long
         return not any(each.name == name and each.reason in (TOO_SLOW, TOO_MUCH) for each in found.misfits)
     return this.least.seconds <= found.judged[0].weighed_seconds * SAME  # more kernels make its risk smaller
-
-
-def check_made(net: Interconnect, what: str, instead: str = IN_THE_COMMAND) -> None:
-    """Raise ConfigurationError where a schedule of all ranks would take too long to make; says what to do instead."""
-    if net.world_size > MADE_RANKS:
-        raise ConfigurationError(
-            f"{what} needs a schedule of {net.world_size:,} ranks, each of its moves; more than {MADE_RANKS} take "
-            f"minutes and gigabytes: {instead}"
-        )
 
 
 def _check_simulated(net: Interconnect) -> None:
@@ -372,10 +364,15 @@ def make(call: CallToPlan, name: str) -> Schedule:
     return make_in_order(call, name, order_of(call.setting.interconnect))
 
 
-def make_in_parts(call: CallToPlan, name: str, order: Sequence[int] | None) -> Schedule:
-    """Return the schedule of `make_in_order`, of which every rank can make its own part first."""
-    layouts = call.q_layout, call.kv_layout
-    return schedule_in_parts(name, call.setting.workload, *layouts, call.mask, order=order)
+def make_in_parts(call: CallToPlan, name: str, order: Sequence[int] | None) -> tuple[Schedule, int | None]:
+    """Return the schedule of `make_in_order`, of which every rank can make its own part first, and its direction.
+
+    Raises ConfigurationError where it has to be made whole, of too many ranks for that.
+    """
+    asked = name, call.setting.workload, call.q_layout, call.kv_layout, call.mask
+    check_parts(*asked)
+    direction = direction_of(*asked, order)
+    return schedule_in_parts(*asked, order=order, direction=direction), direction
 
 
 def make_in_order(

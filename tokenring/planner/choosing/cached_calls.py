@@ -8,7 +8,7 @@ themselves take is the same in all ways that leave keys and values in place, and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ class CachedCall:
     def kernel_seconds(self, tokens: float, cached: float) -> float:
         """Return the seconds of one kernel from so many new tokens to so many cached ones."""
         size, rates = self.workload, self.machine.rates
-        flops = 2 * size.batch * size.q_heads * size.kv_dim * tokens * cached
+        flops = 2 * size.batch * size.q_heads * size.qo_dim * tokens * cached  # latents are read as keys and values
         rows = tokens * size.q_heads / size.kv_heads  # of a kv head
         computing = flops / (rates.tflops("forward", max(1, int(min(rows, cached)))) * 1e12)
         read = self.kv_bytes * cached / size.kv_length
@@ -120,12 +120,25 @@ def reduction(call: CachedCall) -> str:
 
 
 def of_own_rows(call: CachedCall) -> str:
-    """Return the way of new tokens that are each rank's own: q moves, or what is cached goes round.
+    """Return the way of new tokens that are each rank's own: q moves, or what is cached goes round, or to all at once.
 
-    The cache does not go to all at once: a rank would hold all of a layer, and whether there is room is not known here.
+    To all at once only where a rank then holds no more than q of all tokens and their results are, which come to it
+    where q moves: whether there is room for more is not known here.
     """
-    q, kv = _direct_q(call), _ring(call)
+    q, kv = _direct_q(call), min(_moving_ways(call), key=lambda way: way.seconds)
     return kv.name if kv.seconds < GAIN * q.seconds else q.name
+
+
+def _moving_ways(call: CachedCall) -> Iterator[CachedWay]:
+    """Yield the ways with which what is cached moves, as far as they may be taken unasked."""
+    yield _ring(call)
+    if goes_to_all(call):
+        yield _direct_kv(call)
+
+
+def goes_to_all(call: CachedCall) -> bool:
+    """Return whether all that is cached is no more than all rows of q and their results."""
+    return call.kv_bytes <= call.q_bytes + call.result_bytes
 
 
 def _parted(call: CachedCall) -> tuple[Callable[[CachedCall], CachedWay], ...]:

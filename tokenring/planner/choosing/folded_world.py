@@ -19,6 +19,7 @@ from tokenring.planner.choosing.folding import Folding
 from tokenring.planner.choosing.select import ROUNDING
 from tokenring.planner.choosing.symmetry import FoldedNet, symmetry_of
 from tokenring.planner.interconnects.interconnect import Interconnect
+from tokenring.planner.interconnects.rank_order import good_order
 from tokenring.planner.simulation.chained import chained_seconds
 from tokenring.planner.simulation.operations import Costs, Operation, alone_seconds
 from tokenring.planner.simulation.predict import WINDOW_SHARE, Setting, kernel_seconds_of, kernels_of_rank
@@ -248,8 +249,13 @@ class DrawnOut:
 
 
 def folded_net(net: Interconnect, hosts: int, unit: int) -> FoldedNet:
-    """Return the wires of so many of the hosts, of which one stands for all."""
-    return FoldedNet(Interconnect(net.name, net.fabrics[:hosts], net.places[: hosts * unit], net.notes))
+    """Return the wires of so many of the hosts, of which one stands for all.
+
+    Ranks stand where a schedule is made to have them: in a good order inside of each host.
+    """
+    few = Interconnect(net.name, net.fabrics[:hosts], net.places[: hosts * unit], net.notes)
+    places = tuple(few.places[rank] for rank in good_order(few))
+    return FoldedNet(Interconnect(net.name, few.fabrics, places, net.notes))
 
 
 def _masked(rates: Rates, share: float) -> Rates:

@@ -72,9 +72,10 @@ def plan_kept(call: CallToPlan, environment: Mapping[str, str]) -> Plan:
     found = _read(path, call)
     if found is None:
         found, order = plan_call(call), order_of(call.setting.interconnect)
-        layouts = call.q_layout, call.kv_layout
-        direction = direction_of(found.name, call.setting.workload, *layouts, call.mask, order)
-        found = replace(found, direction=direction)
+        if found.direction is None:
+            layouts = call.q_layout, call.kv_layout
+            direction = direction_of(found.name, call.setting.workload, *layouts, call.mask, order)
+            found = replace(found, direction=direction)
         _keep(path, found, order)
     return found
 

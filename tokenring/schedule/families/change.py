@@ -46,9 +46,11 @@ def arranged(scheme: Scheme, order: Sequence[int]) -> Scheme:
 
         return of if of is return_direct else route
 
-    place, when = scheme.place, scheme.when
+    place, when, may_reach = scheme.place, scheme.when, scheme.may_reach_kv
     return replace(
         scheme,
+        may_reach_kv=may_reach
+        and (lambda origin, rank: may_reach(origin._replace(owner=part[origin.owner]), part[rank])),
         place=lambda pair: order[place(cast(pair))],
         when=when and (lambda pair, due: when(cast(pair), due)),
         gather_q=gather(scheme.gather_q),
@@ -96,9 +98,11 @@ def in_pieces(scheme: Scheme, pieces: int) -> Scheme:
         place = scheme.place_for(*call)  # type: ignore[misc, arg-type]
         return lambda pair: place(whole(pair))
 
-    place = scheme.place
+    place, may_reach = scheme.place, scheme.may_reach_kv
     return replace(
         scheme,
+        may_reach_kv=may_reach
+        and (lambda origin, rank: may_reach(origin if cuts_q else _uncut(origin, pieces), rank)),
         place=lambda pair: place(whole(pair)),
         place_for=scheme.place_for and place_for,
         when=when,

@@ -32,7 +32,8 @@ def usp(world_size: int, heads: int) -> Scheme:
 
     return Scheme(
         "usp", lambda pair: pair.q_owner // heads * heads + pair.heads, lambda origin: to(here(origin), origin),
-        gather_kv, head_groups=heads, when=when, placed_by_q=True, straight=frozenset({"q"}),
+        gather_kv, head_groups=heads, when=when, placed_by_q=True, timed=True, straight=frozenset({"q"}),
+        may_reach_kv=lambda origin, rank: rank % heads == origin.heads,
     )  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def case_iii(world_size: int, local: int, direct: bool = False) -> Scheme:
         turn = (pair.q_owner // local - pair.kv_owner // local) % nodes
         return turn * local + (pair.kv_owner - pair.q_owner) % local
 
-    return Scheme("case-iii", place, gather_q, gather_kv, when=when)
+    return Scheme("case-iii", place, gather_q, gather_kv, when=when, timed=True)
 
 
 def case_iii_direct(world_size: int, local: int) -> Scheme:

@@ -1,0 +1,117 @@
+"""Be one rank of a race of ways to attend to a KV cache: python -m cached_worker JOB.json, in every namespace.
+
+Rank 0 prints a line of JSON for each cell: the seconds of every round of every way, by the slowest rank, and which
+way auto takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from worker import SETTLE_SECONDS, WAIT_SECONDS
+
+import tokenring as tr
+from tokenring.api.caching import attending, one_token, rows
+from tokenring.cli.bench.sleeping import Sleeping, SleepingContext
+from tokenring.emulate.shapes import Shape
+from tokenring.planner.interconnects.emulated import interconnect_of_shape, sleeping_machine
+
+
+class SleepingPartial:
+    """The kernel of cached attention, which takes the time of one of so many TFLOP/s and computes nothing."""
+
+    def __init__(self, tflops: float) -> None:
+        self.kernel = Sleeping(tflops)
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return zeros as of `cached_partial`."""
+        return self.flash(q, k, v)
+
+    def flash(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, scale: float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return zeros for out [B, H, T, Dv] and lse [B, H, T]."""
+        began = time.perf_counter()
+        batch, heads, tokens, dim = q.shape
+        made = torch.zeros(batch, heads, tokens, v.shape[-1]), torch.zeros(batch, heads, tokens)
+        self.kernel._sleep(began, 2.0 * batch * heads * tokens * k.shape[2] * (dim + v.shape[-1]))
+        return made
+
+
+def race(cell: dict[str, Any]) -> dict[str, Any]:
+    """Return the seconds of all ways of a cell, in turns, and which one auto takes."""
+    shape = Shape(**cell["topology"])
+    net = interconnect_of_shape(shape, sleeping_machine(cell["tflops"], shape, cell["cores"]))
+    kernel = SleepingPartial(cell["tflops"])
+    attending.cached_partial = rows.cached_partial = kernel
+    one_token.FLASH = kernel.flash
+    cp = SleepingContext(
+        cell["tflops"], transport="gloo", schedule="direct-q", layout="contiguous", topology=net,
+        timeout_seconds=WAIT_SECONDS,
+    )  # fmt: skip
+    ranks, home, tokens = cp.world_size, cell["home"], cell["tokens"]
+    capacity = cell["cached"] + 2 * (cell["rounds"] + 3) * (len(cell["ways"]) + 1) * tokens + 4096
+    cache = tr.KVCache(cp, layers=1, kv_heads=cell["kv_heads"], head_dim=cell["head_dim"], capacity=capacity, page=256)
+    for name in ("direct-kv", "ring"):
+        cache.movers[name] = SleepingContext(
+            cell["tflops"], layout="contiguous", schedule=name, transport=cp.transport, timeout_seconds=WAIT_SECONDS
+        )
+    own = cell["cached"] // ranks
+    with cache.step(cell["cached"], "tokens") as step:
+        assert step.layout is not None
+        zeros = torch.zeros(1, cell["kv_heads"], own, cell["head_dim"])
+        cache.sharded(0, zeros, zeros, step.layout)
+    part = tokens // ranks if home == "tokens" else tokens
+    q = torch.zeros(1, part, cell["q_heads"], cell["head_dim"])
+    new = torch.zeros(1, part, cell["kv_heads"], cell["head_dim"])
+    seconds: dict[str, list[float]] = {way: [] for way in cell["ways"]}
+    with torch.inference_mode():
+        for turn in range(cell["rounds"] + 1):
+            for way in cell["ways"]:
+                took = one_call(cache, way, home, tokens, q, new)
+                if turn:  # the first makes programs and connections
+                    seconds[way].append(took)
+        one_call(cache, "auto", home, tokens, q, new)
+    auto = next(iter(cache.choices.values()), cell["ways"][0])
+    return {"cell": cell["name"], "seconds": seconds, "auto": auto}
+
+
+def one_call(cache: tr.KVCache, way: str, home: str, tokens: int, q: torch.Tensor, new: torch.Tensor) -> float:
+    """Return the seconds of the slowest rank; the cache is as before afterwards."""
+    dist.barrier()
+    time.sleep(SETTLE_SECONDS)
+    with cache.step(tokens, home, schedule=way):  # type: ignore[arg-type]
+        began = time.perf_counter()
+        tr.cached_attention(q, new, new, cache, 0, q_home=home)  # type: ignore[arg-type]
+        took = time.perf_counter() - began
+    cache.drop(tokens)
+    slowest = torch.tensor(took, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for cell in json.loads(Path(sys.argv[1]).read_text())["cells"]:
+        result = race(cell)
+        if dist.get_rank() == 0:
+            print(json.dumps(result), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # Gloo's threads may outlive the group
