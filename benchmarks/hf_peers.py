@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -109,7 +109,7 @@ def accelerate(how: str, here: Here, model: Any, batch: dict[str, torch.Tensor])
     trainer: Any = SimpleNamespace(accelerator=accelerator)
     given: dict[str, Any] = {name: x.clone() for name, x in batch.items()}
     region, given = Trainer._prepare_context_parallel_inputs(trainer, model, given)
-    with rings_on_cpus() if how == "stand-in" else region(), region():
+    with rings_on_cpus() if how == "stand-in" else nullcontext(), region():
         labels = given["shift_labels"]
         del given["labels"], given["shift_labels"]
         yield lambda: model(**given, use_cache=False).logits, lambda: labels

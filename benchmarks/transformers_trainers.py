@@ -1,7 +1,7 @@
 """Twenty steps of transformers' Trainer and TRL's SFTTrainer on one process and on several: differences of the logs.
 
     python benchmarks/transformers_trainers.py [--models llama gpt_oss] [--trainers trainer sft] [--join ddp fsdp2]
-                                               [--ranks 2 4] [--cp 2] [--optim sgd]
+                                               [--ranks 2 4] [--cp 2] [--optim sgd] [--evaluated 14]
 
 Trainer: batches of texts of several lengths, padded at the right. SFTTrainer: packed. The ranks form ranks / cp groups,
 which get batches of their own. --join: what joins gradients: DDP; FSDP2 over all ranks (fsdp2); FSDP2 over the ranks
@@ -30,7 +30,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO / each) for each in (".", "tests/support", "tests/fakes")]
 LOSS_LIMIT, NORM_LIMIT, STEPS = 1e-6, 1e-5, 20
-SEQUENCES, EVALUATED = 4, 16  # of a step, over all data-parallel groups; and at the end
+SEQUENCES = 4  # of a step, over all data-parallel groups
 JOINS = ("ddp", "fsdp2", "hsdp", "native", "native-hsdp")
 
 
@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("--cp", type=int, default=2)
     parser.add_argument("--optim", default="adamw_torch")
     parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
+    parser.add_argument("--evaluated", type=int, default=16, help="sequences, at the end")
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.train:
@@ -73,6 +74,7 @@ def logged(trainer: str, model: str, ranks: int, join: str, given: argparse.Name
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *start, __file__, "--train", "--trainers", trainer, "--models", model, "--join", join]
     command += ["--cp", str(given.cp), "--optim", given.optim, "--accumulate", str(given.accumulate)]
+    command += ["--evaluated", str(given.evaluated)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     found = re.search(r"^log: (.*)$", done.stdout, re.MULTILINE)
@@ -102,7 +104,7 @@ def train(given: argparse.Namespace) -> None:
         arguments.per_device_train_batch_size = SEQUENCES // groups // given.accumulate
         # The Trainer weighs the tokens of a step alike, over all groups; trl takes the mean of batches.
         arguments.per_device_eval_batch_size = 2 if given.trainers[0] == "sft" else SEQUENCES // groups
-        made = trainer_of(given.trainers[0], model_of(given, folder), arguments, cp)
+        made = trainer_of(given.trainers[0], model_of(given, folder), arguments, cp, given.evaluated)
         made.train()
         made.evaluate()
         sharded = any(isinstance(each, torch.distributed.tensor.DTensor) for each in made.model.parameters())
@@ -176,7 +178,7 @@ def model_of(given: argparse.Namespace, folder: str) -> Any:
     return type(model).from_pretrained(where[0], distributed_config=how, attn_implementation="eager")
 
 
-def trainer_of(kind: str, model: Any, arguments: Any, cp: Any) -> Any:
+def trainer_of(kind: str, model: Any, arguments: Any, cp: Any, evaluated: int) -> Any:
     """Return the trainer, with its texts."""
     import torch
     from datasets import Dataset
@@ -198,7 +200,7 @@ def trainer_of(kind: str, model: Any, arguments: Any, cp: Any) -> Any:
     lengths = torch.randint(5, 60, (200,), generator=made).tolist()
     texts = [torch.randint(3, 96, (n,), generator=made).sort().values.tolist() for n in lengths]
     rows = Dataset.from_list([{"input_ids": text} for text in texts])
-    given = {"train_dataset": rows, "eval_dataset": rows.select(range(EVALUATED)), "tokenring": cp}
+    given = {"train_dataset": rows, "eval_dataset": rows.select(range(evaluated)), "tokenring": cp}
     if kind == "sft":
         return LongSFTTrainer(model, arguments, processing_class=tokenizer, **given)
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)

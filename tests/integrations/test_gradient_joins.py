@@ -73,14 +73,14 @@ def test_gradients_beside_fsdp_are_those_of_one_process(
             assert torch.allclose(each, parameter.grad, rtol=1e-5)  # type: ignore[arg-type]
 
 
-def told(here: Here, over: str, gradients: GradientReduction, layers: bool) -> list[str]:
+def told(here: Here, over: str, gradients: GradientReduction, layers: bool, every: Any = None) -> list[str]:
     """What check_joined says of a model before, within and after a forward pass."""
     meshes, cp = grid(here)
     model, said = sharded(meshes.get(over), layers=layers), []
 
     def ask(*_: Any) -> None:
         try:
-            check_joined(model, cp, gradients)
+            check_joined(model, cp, gradients, every)
             said.append("fine")
         except ConfigurationError as error:
             said.append(str(error))
@@ -113,6 +113,13 @@ def test_fsdp_that_does_not_join_them_so_is_refused(
 ) -> None:
     for said in ranks(DP * CP)(told, over, gradients, layers)[0]:
         assert text in said if text else said == "fine"
+
+
+@pytest.mark.parametrize(("over", "fine"), [("", True), ("all", True), ("dp cp", True), ("cp", False), ("dp", False)])
+def test_a_trainer_wants_the_mean_of_all_ranks(over: str, fine: bool, ranks: RankPools) -> None:
+    """FSDP over cp alone would leave the data-parallel groups with weights of their own."""
+    for said in ranks(DP * CP)(told, over, "mean", True, range(DP * CP))[0]:
+        assert said == "fine" if fine else "which are not all of the ranks [0, 1, 2, 3]" in said
 
 
 def added_up(here: Here) -> str:

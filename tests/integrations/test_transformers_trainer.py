@@ -53,15 +53,28 @@ def test_twenty_steps(model: str) -> None:
             assert abs(found - wanted) <= 1e-6 * max(1.0, wanted)
 
 
+def benchmark(*asked: str) -> str:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(BENCHMARK), *asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(110), env=env)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout
+
+
 def test_twenty_packed_steps_under_fsdp() -> None:
     """TRL's SFTTrainer at CP 2 x FSDP 2, with SGD: gradients wrong by a factor change losses; and its evaluation."""
     for package in ("trl", "datasets"):
         pytest.importorskip(package)
-    asked = ["--models", "gemma2", "--trainers", "sft", "--join", "fsdp2", "--ranks", "4", "--optim", "sgd"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, str(BENCHMARK), *asked]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(110), env=env)
-    assert done.returncode == 0 and "| sft | gemma2 | 4 | 2 | fsdp2 |" in done.stdout, done.stdout + done.stderr[-3000:]
+    asked = ("--models", "gemma2", "--trainers", "sft", "--join", "fsdp2", "--ranks", "4", "--optim", "sgd")
+    assert "| sft | gemma2 | 4 | 2 | fsdp2 |" in benchmark(*asked)
+
+
+def test_evaluation_ends_with_a_part_of_a_batch() -> None:
+    """14 sequences in batches of 4: the losses of all ranks, cut to the last 2, would weigh the last batch too little."""
+    for package in ("trl", "datasets"):
+        pytest.importorskip(package)
+    asked = ("--models", "llama", "--trainers", "trainer", "--join", "ddp", "--ranks", "2", "--evaluated", "14")
+    assert "| trainer | llama | 2 | 2 | ddp |" in benchmark(*asked)
 
 
 def test_models_that_are_split_otherwise_are_refused(tmp_path: Path) -> None:

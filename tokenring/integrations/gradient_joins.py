@@ -7,7 +7,7 @@ the model was told of would train on wrong gradients in silence: `check_joined` 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -45,16 +45,25 @@ def add_up_gradients(model: torch.nn.Module, cp: ContextParallel) -> None:
             dist.all_reduce(_local_part(each.grad), group=cp.group)
 
 
-def check_joined(model: torch.nn.Module, cp: ContextParallel, gradients: GradientReduction) -> None:
+def check_joined(
+    model: torch.nn.Module, cp: ContextParallel, gradients: GradientReduction, every: Sequence[int] | None = None
+) -> None:
     """Raise ConfigurationError where FSDP2 does not join the gradients of model as `gradients` says.
 
-    "mean": FSDP2 must shard, or hold copies of, each parameter over all ranks of cp; "sum": over no two of them.
+    "mean": FSDP2 must shard, or hold copies of, each parameter over all ranks of cp, or all of `every`, for a trainer
+    that wants their mean; "sum": over no two of those of cp.
     """
     if cp.world_size == 1:
         return
     wanted = set(dist.get_process_group_ranks(cp.group))
     for mesh in _meshes_of_fsdp(model):
         held = set(mesh.mesh.flatten().tolist())
+        if gradients == "mean" and every is not None and not set(every) <= held:
+            raise ConfigurationError(
+                f"FSDP shards parameters over ranks {sorted(held)}, which are not all of the ranks {sorted(every)}: the "
+                f"gradients of the others would never be joined. Let the trainer shard them, by fsdp=True, or shard "
+                f"over all ranks"
+            )
         if gradients == "mean" and not wanted <= held:
             raise ConfigurationError(
                 f"gradients='mean', and FSDP shards parameters over ranks {sorted(held)}, which are not all of the "

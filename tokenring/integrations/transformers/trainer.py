@@ -64,6 +64,7 @@ class TokenRingTrainerMixin:
 
     accelerator: Any
     args: Any
+    gather_function: Any
     model: Any
 
     def __init__(
@@ -76,7 +77,8 @@ class TokenRingTrainerMixin:
         _check_arguments(self)
         changed = _transformers_model(self.model)
         # Factor 1, with a mean: the Trainer multiplies the loss by the number of processes itself.
-        change_model(changed, tokenring, "mean", 1, any_model=any_model, any_version=any_version)
+        every = range(dist.get_world_size()) if dist.is_initialized() else None
+        change_model(changed, tokenring, "mean", 1, every, any_model=any_model, any_version=any_version)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let the data loaders give the same batches to the ranks that share a sequence."""
@@ -125,6 +127,19 @@ class TokenRingTrainerMixin:
         multiplied = items is not None and getattr(self, "model_accepts_loss_kwargs", True)
         loss = loss * self.tokenring.world_size / (self.accelerator.num_processes if multiplied else 1)
         return (loss, *rest) if isinstance(found, tuple) else loss
+
+    def evaluation_loop(self, *given: Any, **more: Any) -> Any:
+        """Evaluate, with the loss of each group's batch taken once: transformers gathers those of all ranks."""
+        if self.tokenring.world_size > 1:
+            self.gather_function = self._gathered_of_groups  # until transformers puts its own back, in the end
+        return super().evaluation_loop(*given, **more)  # type: ignore[misc]
+
+    def _gathered_of_groups(self, losses: Any) -> Any:
+        """Return the losses [B] of one rank of each group, without those of sequences that fill the last batch up."""
+        state, size = self.accelerator.gradient_state, self.tokenring.world_size
+        found = self.accelerator.gather(losses).view(-1, size, len(losses))[:, 0].flatten()
+        left = state.remainder if state.end_of_dataloader else 0
+        return found[:left] if left > 0 else found
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *given: Any, **more: Any

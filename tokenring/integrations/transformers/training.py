@@ -12,6 +12,7 @@ Importing this imports no transformers. docs/transformers.md says what is suppor
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -65,11 +66,13 @@ def use_tokenring(
 
 
 def change_model(
-    model: Model, cp: ContextParallel, gradients: GradientReduction, factor: int, *, any_model: bool, any_version: bool
-) -> Model:
+    model: Model, cp: ContextParallel, gradients: GradientReduction, factor: int, every: Sequence[int] | None = None, *,
+    any_model: bool, any_version: bool,
+) -> Model:  # fmt: skip
     """Change a model as `use_tokenring` does, for a loop that multiplies the loss itself.
 
-    factor: by which the gradients of a call's loss are multiplied.
+    factor: by which the gradients of a call's loss are multiplied. every: all ranks whose mean the loop wants; None:
+    those of cp, and others if the caller says so.
     """
     check_version(any_version)
     check_model(model, any_model)
@@ -82,7 +85,7 @@ def change_model(
     except Exception:
         put_back(given)
         raise
-    calls = _Calls(cp, gradients, factor)
+    calls = _Calls(cp, gradients, factor, every)
     hooks = (
         model.register_forward_pre_hook(calls.before, with_kwargs=True),
         model.register_forward_hook(calls.after, with_kwargs=True),
@@ -106,8 +109,10 @@ def stop_tokenring(model: torch.nn.Module) -> None:
 class _Calls:
     """A pair of hooks around each call of one model."""
 
-    def __init__(self, cp: ContextParallel, gradients: GradientReduction, factor: int) -> None:
-        self.cp, self.gradients, self._factor = cp, gradients, factor
+    def __init__(
+        self, cp: ContextParallel, gradients: GradientReduction, factor: int, every: Sequence[int] | None = None
+    ) -> None:
+        self.cp, self.gradients, self._factor, self._every = cp, gradients, factor, every
         self._cut_here = False  # by the last call, which was given whole sequences
 
     def before(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
@@ -116,7 +121,7 @@ class _Calls:
         with refusing(self.cp, "forward", *args, *given.values()):
             check_attends(model, ATTENTION_NAME)
             if torch.is_grad_enabled():
-                check_joined(model, self.cp, self.gradients)
+                check_joined(model, self.cp, self.gradients, self._every)
             check_keywords(model.config, given)
             if self._cut_here:
                 named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
