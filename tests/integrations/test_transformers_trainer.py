@@ -20,6 +20,7 @@ from sampling import FULL_GRID
 import tokenring as tr
 from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
 from tokenring.integrations.transformers.trainer import RankGrid, TokenRingTrainerMixin
+from tokenring.integrations.transformers.training import stop_tokenring
 from tokenring.integrations.transformers.versions import check_trainer
 
 need()
@@ -148,6 +149,24 @@ def test_evaluation_and_what_is_refused(tmp_path: Path) -> None:
     nothing: Any = None
     with pytest.raises(ConfigurationError, match="cp is of type NoneType"):
         Ours(make_model("llama"), tokenring=nothing)
+
+
+def test_models_that_training_makes_anew_are_changed(tmp_path: Path) -> None:
+    """And one that was not changed gets no part of a batch, which it would take for whole sequences."""
+    args = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=1, save_strategy="no"
+    )
+    rows = [{name: x[0] for name, x in make_batch("dense", seed=seed).items()} for seed in range(8)]
+    made = Ours(
+        args=args, model_init=lambda: make_model("llama"), train_dataset=rows, tokenring=tr.ContextParallel("self")
+    )
+    first = made.model
+    made.train()
+    assert made.model is not first and made.model.config._attn_implementation == "tokenring_training"
+    made.model_init = None
+    stop_tokenring(made.model)
+    with pytest.raises(ConfigurationError, match="the trainer's model is another than tokenring has changed"):
+        made.train()
 
 
 def test_sizes_of_a_mesh() -> None:

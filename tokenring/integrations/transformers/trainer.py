@@ -73,12 +73,22 @@ class TokenRingTrainerMixin:
         check_context(tokenring)
         check_trainer(type(self), any_version)
         self.tokenring = tokenring
+        self._taken = {"any_model": any_model, "any_version": any_version}
         super().__init__(*given, **more)
         _check_arguments(self)
-        changed = _transformers_model(self.model)
-        # Factor 1, with a mean: the Trainer multiplies the loss by the number of processes itself.
+        self._change(self.model)
+
+    def _change(self, model: Any) -> None:
+        """Let a model's calls take cut batches, whose gradients the mean over all ranks joins."""
         every = range(dist.get_world_size()) if dist.is_initialized() else None
-        change_model(changed, tokenring, "mean", 1, every, any_model=any_model, any_version=any_version)
+        # Factor 1, with a mean: the Trainer multiplies the loss by the number of processes itself.
+        change_model(_transformers_model(model), self.tokenring, "mean", 1, every, **self._taken)
+
+    def call_model_init(self, *given: Any, **more: Any) -> Any:
+        """Make a model as `model_init` does, anew for each training, and change it."""
+        model = super().call_model_init(*given, **more)  # type: ignore[misc]
+        self._change(model)
+        return model
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let the data loaders give the same batches to the ranks that share a sequence."""
@@ -103,10 +113,15 @@ class TokenRingTrainerMixin:
         return self.tokenring.world_size
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Callable[..., Any], Any]:
-        config = _transformers_model(self.model).config
+        changed = _transformers_model(self.model)
         with refusing(self.tokenring, "forward", *inputs.values()):
-            check_keywords(config, inputs)
-        return nullcontext, cut_batch(inputs, self.tokenring, config)
+            if not hasattr(changed, HELD):
+                raise ConfigurationError(
+                    "the trainer's model is another than tokenring has changed, or was given its attention back: make "
+                    "a trainer for each model, or give it model_init"
+                )
+            check_keywords(changed.config, inputs)
+        return nullcontext, cut_batch(inputs, self.tokenring, changed.config)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **more: Any
