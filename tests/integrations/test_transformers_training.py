@@ -201,6 +201,26 @@ def test_gradients_beside_fsdp(gradients: Literal["sum", "mean"], ranks: RankPoo
 # ---------- refusals
 
 
+def told_under_fsdp(here: Here) -> str:
+    """What a call says of FSDP2 over ranks whose gradients were to be added up; without gradients, nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = use_tokenring(make_model("llama"), here.cp())
+        fully_shard(model, mesh=init_device_mesh("cpu", (here.world_size,)))
+        with torch.no_grad():
+            assert model(**make_batch("dense")).loss > 0
+        try:
+            model(**make_batch("dense"))
+        except ConfigurationError as error:
+            return str(error)
+        return "nothing"
+
+
+def test_calls_that_train_refuse_fsdp_over_ranks_of_a_sum(ranks: RankPools) -> None:
+    for said in ranks(2)(told_under_fsdp):
+        assert "gradients='sum', and FSDP shards parameters over ranks [0, 1]" in said
+
+
 def test_masks_that_are_read() -> None:
     from transformers import masking_utils as made_by
 
