@@ -71,7 +71,7 @@ def test_twenty_packed_steps_under_fsdp() -> None:
 
 
 def test_evaluation_ends_with_a_part_of_a_batch() -> None:
-    """14 sequences in batches of 4: the losses of all ranks, cut to the last 2, would weigh the last batch too little."""
+    """14 sequences in batches of 4: the last 2 have half the weight of others, though each rank has their loss."""
     for package in ("trl", "datasets"):
         pytest.importorskip(package)
     asked = ("--models", "llama", "--trainers", "trainer", "--join", "ddp", "--ranks", "2", "--evaluated", "14")

@@ -60,7 +60,7 @@ def check_joined(
         held = set(mesh.mesh.flatten().tolist())
         if gradients == "mean" and every is not None and not set(every) <= held:
             raise ConfigurationError(
-                f"FSDP shards parameters over ranks {sorted(held)}, which are not all of the ranks {sorted(every)}: the "
+                f"FSDP shards parameters over ranks {sorted(held)}, which are not all of the ranks {sorted(every)}: "
                 f"gradients of the others would never be joined. Let the trainer shard them, by fsdp=True, or shard "
                 f"over all ranks"
             )
