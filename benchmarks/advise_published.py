@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from published import load, table
+from published import load, pattern, table
 from published_rows import FA3, Row, call_of, excuse, published_seconds
 
 from tokenring.cli.advise.pricing import (
@@ -184,19 +184,19 @@ PAIR_HEAD = ("one", "other", "measured", "predicted", "ratio of one", "of other"
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="", metavar="REGEX", help="only rows whose id contains it")
+    parser.add_argument("--rows", type=pattern, default="", metavar="REGEX", help="only rows whose id contains it")
     parser.add_argument("--all", action="store_true", help="list the pairs as well")
     parser.add_argument("--planner", action="store_true", help="with the planner's prices alone")
     options = parser.parse_args(arguments)
     pairs = pairs_of(load()["measurements"])
     aside = set_aside(pairs)
-    pairs = [pair for pair in pairs if all(re.search(options.rows, row["id"]) for row in pair)]
+    pairs = [pair for pair in pairs if all(options.rows.search(row["id"]) for row in pair)]
     found: dict[str, Timed] = {}
     for row in (row for pair in pairs for row in pair):
         if row["id"] not in found:
             print(row["id"], file=sys.stderr, flush=True)
             found[row["id"]] = timed(row, options.planner)
-    others = [row for row in load()["side_by_side"] if re.search(options.rows, row["id"])]
+    others = [row for row in load()["side_by_side"] if options.rows.search(row["id"])]
     more = list(side_by_side(others, options.planner))
     if options.all:
         priced = [(found[a["id"]], found[b["id"]]) for a, b in pairs]

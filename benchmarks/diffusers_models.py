@@ -5,9 +5,9 @@
 
 errors: output and gradients against one process in float64, with those of diffusers' own float32 in one process beside;
 lengths of the joint sequence have every residue modulo the ranks. bytes: what all ranks send in one forward pass of a
-model, without gradients, payload of attention and of gathering the output; and what diffusers' own sends. Its
-enable_parallelism asks for an accelerator: the count of devices is set to one for it. Ends with 1 if anything is wrong.
-Needs diffusers; docs/diffusers.md names versions.
+model, without gradients, for attention and for gathering the output; and what diffusers' own sends, with its gathers of
+sizes. Its enable_parallelism asks for an accelerator: the count of devices is set to one for it. Ends with 1 if
+anything is wrong. Needs diffusers; docs/diffusers.md names versions.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--heads", type=int, nargs="+", default=[4, 7])
     parser.add_argument("--schedule", default="auto")
+    parser.add_argument("--text", type=int, default=TEXT, help="tokens")
+    parser.add_argument("--image", type=int, default=IMAGE, help="tokens; bytes: of one more")
     given = parser.parse_args()
     pools = RankPools()
     import diffusers
@@ -56,9 +58,10 @@ def errors(given: argparse.Namespace, pools: RankPools) -> int:
     worst, wrong = 0.0, 0
     for name, heads, ranks in itertools.product(given.models.split(","), given.heads, given.ranks):
         for more in range(ranks):
-            found = pools(ranks).within(CALL_SECONDS, split, name, TEXT, IMAGE + more, given.schedule, False, 1, heads)
+            text, image = given.text, given.image + more
+            found = pools(ranks).within(CALL_SECONDS, split, name, text, image, given.schedule, False, 1, heads)
             error, alone, what = max(found)
-            print(f"| {name} | {heads} | {ranks} | {TEXT} + {IMAGE + more} | {error:.1e} | {alone:.1e} | {what} |")
+            print(f"| {name} | {heads} | {ranks} | {text} + {image} | {error:.1e} | {alone:.1e} | {what} |")
             sys.stdout.flush()
             worst, wrong = max(worst, error), wrong + (math.isnan(error) or not is_exact(error, alone))
     print(f"\nlargest error {worst:.1e}; wrong or refused: {wrong}")
@@ -70,7 +73,7 @@ def bytes_sent(given: argparse.Namespace, pools: RankPools) -> int:
     print("|---|---|---|---|---|---|---|---|")
     more = 0
     for name, heads, ranks in itertools.product(given.models.split(","), given.heads, given.ranks):
-        case = (name, heads, TEXT, IMAGE + 1)
+        case = (name, heads, given.text, given.image + 1)
         ours = pools(ranks).within(CALL_SECONDS, our_bytes, *case, given.schedule)
         theirs = pools(ranks).within(CALL_SECONDS, their_bytes, *case)
         sent, their_sent = sum(each[0] for each in ours), [each for each in theirs if isinstance(each, int)]
@@ -80,7 +83,7 @@ def bytes_sent(given: argparse.Namespace, pools: RankPools) -> int:
         else:
             compared = f"{theirs[0]} | –"
         print(
-            f"| {name} | {heads} | {ranks} | {TEXT} + {IMAGE + 1} | {ours[0][1]} | {sent:,} | {compared} |", flush=True
+            f"| {name} | {heads} | {ranks} | {case[2]} + {case[3]} | {ours[0][1]} | {sent:,} | {compared} |", flush=True
         )
     print(f"\nmore bytes than ulysses_anything: {more}")
     return 1 if more else 0
@@ -112,7 +115,7 @@ def our_bytes(here: Here, name: str, heads: int, text: int, image: int, schedule
 
 
 def their_bytes(here: Here, name: str, heads: int, text: int, image: int) -> int | str:
-    """Bytes that this rank sends in diffusers' own ulysses_anything: all-to-alls, and gathers but those of sizes."""
+    """Bytes that this rank sends in diffusers' own ulysses_anything: all-to-alls, and gathers, also those of sizes."""
     import diffusers.models.attention_dispatch as dispatch
     from diffusers import ContextParallelConfig
 
@@ -128,9 +131,9 @@ def their_bytes(here: Here, name: str, heads: int, text: int, image: int) -> int
 
         def gathering(out: list[Any], x: Any, **more: Any) -> Any:
             nonlocal sent
+            sent += x.numel() * x.element_size() * (here.world_size - 1)
             if x.numel() == 1:
                 return all_gather(out, x, **more)
-            sent += x.numel() * x.element_size() * (here.world_size - 1)
             return uneven_all_gather(out, x)
 
         patched.setattr(dispatch.funcol, "all_to_all_single", counting)

@@ -145,15 +145,26 @@ def written(page: str, made: dict[str, str]) -> str:
     return page
 
 
+def pattern(text: str) -> re.Pattern[str]:
+    """Return the regular expression of ids that an option gives. Raises ArgumentTypeError for a text that is none."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no regular expression ({error}): give one that ids contain, such as usp-l20 or omni.*f0; "
+            f"write \\( for a bracket"
+        ) from None
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="", metavar="REGEX", help="only rows whose id contains it")
+    parser.add_argument("--rows", type=pattern, default="", metavar="REGEX", help="only rows whose id contains it")
     parser.add_argument("--markdown", action="store_true", help="of all rows, into docs/published-compared.md")
     options = parser.parse_args(arguments)
     data = load()
     found, left = [], []
     for row in data["measurements"]:
-        if not options.markdown and not re.search(options.rows, row["id"]):
+        if not options.markdown and not options.rows.search(row["id"]):
             continue
         if why := excuse(row):
             left.append((row, why))

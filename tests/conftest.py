@@ -29,8 +29,8 @@ torch.set_num_threads(1)  # on a busy machine, threads that wait for each other 
 # `make test` has several workers. These modules shape links, fill /dev/shm or count what is left: one worker has them
 # alone, one after another; all others go to the rest, which have less right to the processor.
 ALONE = frozenset({
-    "bench", "demo", "emulate", "faults", "leaks", "listener", "packaging", "ranks", "shared_memory", "soak", "sockets",
-    "topology_job", "topology_measure", "topology_testbed", "trace",
+    "bench", "demo", "diffusers_shaped", "emulate", "faults", "leaks", "listener", "packaging", "ranks",
+    "shared_memory", "soak", "sockets", "topology_job", "topology_measure", "topology_testbed", "trace",
 })  # fmt: skip
 LONG = ("megatron", "doctor", "hccl_families", "exactness", "hccl_collectives", "transports", "nccl", "families")
 # Tests of these modules, of ALONE, and those that take a fixture of POOLS start processes or wait: marked `waits`.

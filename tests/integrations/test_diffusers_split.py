@@ -20,6 +20,8 @@ from diffusers_like import (
 )
 from gradient_errors import finite
 from ranks import Here, RankPools
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import tokenring as tr
 from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
@@ -102,6 +104,26 @@ def test_output_and_gradients_are_those_of_one_process(
     kind: str, schedule: str, joined: str, ranks_: int, text: int, image: int, ranks: RankPools
 ) -> None:
     assert max(ranks(ranks_)(both_passes, kind, schedule, joined, text, image)) <= EXACT
+
+
+def told_under_fsdp(here: Here) -> str:
+    """What a call says of FSDP2 over ranks whose gradients were to be added up; without gradients, nothing."""
+    with installed():
+        model = use_tokenring(make("flux"), here.cp())
+        fully_shard(model, mesh=init_device_mesh("cpu", (here.world_size,)))
+        with torch.no_grad():
+            model(**inputs("flux"))
+        try:
+            model(**inputs("flux"))
+        except ConfigurationError as error:
+            return str(error)
+        return "nothing"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_calls_that_train_refuse_fsdp_over_ranks_of_a_sum(ranks: RankPools) -> None:
+    for said in ranks(2)(told_under_fsdp):
+        assert "gradients='sum', and FSDP shards parameters over ranks [0, 1]" in said
 
 
 def unlike_calls(here: Here) -> list[tuple[str, str]]:

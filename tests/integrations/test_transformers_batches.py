@@ -295,7 +295,8 @@ def test_other_losses_and_other_attention_are_refused() -> None:
 def model_of(here: Here) -> tuple[Any, Any]:
     """The hook before a model's call, and a model that has no more than it reads."""
     config = SimpleNamespace(_attn_implementation=ATTENTION_NAME, num_attention_heads=4, hidden_size=32)
-    return _Calls(here.cp(layout="zigzag"), "sum"), SimpleNamespace(config=config, forward=lambda input_ids: None)
+    model = SimpleNamespace(config=config, forward=lambda input_ids: None, modules=lambda: ())
+    return _Calls(here.cp(layout="zigzag"), "sum", 1), model
 
 
 def told(here: Here, changed: dict[str, Any], cut_first: bool = False) -> str:

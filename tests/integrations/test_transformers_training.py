@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,13 +15,15 @@ from gradient_errors import largest_error
 from hf_families import FAMILIES, KINDS, alone, gradients, make_batch, make_model, need, split
 from ranks import Here, RankPools
 from sampling import FULL_GRID
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.integrations.transformers import attention as ours
 from tokenring.integrations.transformers import masks
 from tokenring.integrations.transformers.masks import LayerMask, read_mask_function
-from tokenring.integrations.transformers.training import cut_batch, stop_tokenring, use_tokenring
+from tokenring.integrations.transformers.training import add_up_gradients, cut_batch, stop_tokenring, use_tokenring
 from tokenring.integrations.transformers.versions import check_version, pip_requirement
 
 need()
@@ -173,7 +175,50 @@ def test_gradients_for_ddp(cut_first: bool, ranks: RankPools) -> None:
         assert gradient == pytest.approx(2.0) and loss == pytest.approx(1.0)
 
 
+def beside_fsdp(here: Here, gradients: Literal["sum", "mean"]) -> tuple[float, str]:
+    """The largest error of gradients where two groups of two ranks have a batch each, and FSDP2 joins the groups."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        model, cp, kinds = make_model("gemma2"), tr.ContextParallel(mesh["cp"], "auto"), ("packed", "right-padded")
+        use_tokenring(model, cp, gradients=gradients)
+        for each in (*model.model.layers, model):
+            fully_shard(each, mesh=mesh["dp"] if gradients == "sum" else mesh)
+        model(**make_batch(kinds[mesh["dp"].get_local_rank()])).loss.backward()
+        if gradients == "sum":
+            add_up_gradients(model, cp)
+        wanted = [alone(make_model("gemma2"), make_batch(kind))[1] for kind in kinds]
+        mean = {name: (wanted[0][name] + wanted[1][name]) / 2 for name in wanted[0]}
+        return largest_error({name: each.grad.full_tensor() for name, each in model.named_parameters()}, mean)
+
+
+@pytest.mark.parametrize("gradients", ["sum", "mean"])
+def test_gradients_beside_fsdp(gradients: Literal["sum", "mean"], ranks: RankPools) -> None:
+    for error, name in ranks(4)(beside_fsdp, gradients):
+        assert error <= EXACT, name
+
+
 # ---------- refusals
+
+
+def told_under_fsdp(here: Here) -> str:
+    """What a call says of FSDP2 over ranks whose gradients were to be added up; without gradients, nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = use_tokenring(make_model("llama"), here.cp())
+        fully_shard(model, mesh=init_device_mesh("cpu", (here.world_size,)))
+        with torch.no_grad():
+            assert model(**make_batch("dense")).loss > 0
+        try:
+            model(**make_batch("dense"))
+        except ConfigurationError as error:
+            return str(error)
+        return "nothing"
+
+
+def test_calls_that_train_refuse_fsdp_over_ranks_of_a_sum(ranks: RankPools) -> None:
+    for said in ranks(2)(told_under_fsdp):
+        assert "gradients='sum', and FSDP shards parameters over ranks [0, 1]" in said
 
 
 def test_masks_that_are_read() -> None:

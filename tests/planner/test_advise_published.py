@@ -66,3 +66,12 @@ def test_the_page_says_what_the_command_prints() -> None:
     rows = [row for row in DATA["side_by_side"] if row["system"] == "vllm-omni, BAGEL"]
     (_, (_, count)) = SCRIPT.more_summary(list(SCRIPT.side_by_side(rows)))
     assert f"| vllm-omni, BAGEL | {count} |" in PAGE
+
+
+@pytest.mark.parametrize("script", ["advise_published", "published"])
+def test_rows_that_are_no_regular_expression(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        import_module(script).main(["--rows", "("])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "argument --rows: '(' is no regular expression (missing )" in said
+    assert "Traceback" not in said and import_module("published").pattern("omni.*f0").search("omni-layer-f0.1")

@@ -18,12 +18,14 @@ def diffusers_options(job: Job) -> Iterator[Choice]:
         never = never or "diffusers' context parallelism takes no grouped heads"
     heads, length, ring = job.heads[0], tokens_divide(job, job.ranks, TOGETHER), BY_OPERATORS_GATHERED
     yield Choice(f"ring_degree={job.ranks}", GATHER, never or length, ring)
-    backward = "ring_anything has no backward pass" if job.training else None
-    yield Choice(f"ring_degree={job.ranks}, ring_anything=True", GATHER, never or backward, ring)
+    one_way = "{} has no backward pass" if job.training else ""
+    yield Choice(
+        f"ring_degree={job.ranks}, ring_anything=True", GATHER, never or one_way.format("ring_anything") or None, ring
+    )
     yield Choice(f"ulysses_degree={job.ranks}", "ulysses", never or length or q_heads(heads, job.ranks))
     yield Choice(
-        f"ulysses_degree={job.ranks}, ulysses_anything=True", "ulysses", never or _too_few(heads, job.ranks),
-        heads=_padded(job),
+        f"ulysses_degree={job.ranks}, ulysses_anything=True", "ulysses",
+        never or one_way.format("ulysses_anything") or _too_few(heads, job.ranks), heads=_padded(job),
     )  # fmt: skip
     for inner, outer in splits(job.ranks):
         flags = f"ulysses_degree={inner}, ring_degree={outer}"

@@ -6,6 +6,6 @@ Importing this imports no diffusers. docs/diffusers.md says what happens then, a
 """
 
 from tokenring.integrations.diffusers.using import stop_tokenring, use_tokenring
-from tokenring.integrations.transformers.training import add_up_gradients
+from tokenring.integrations.gradient_joins import add_up_gradients
 
 __all__ = ["add_up_gradients", "stop_tokenring", "use_tokenring"]

@@ -18,6 +18,7 @@ from tokenring.integrations.diffusers.dealing import StreamDeal, deal
 from tokenring.integrations.diffusers.gathering import gathered
 from tokenring.integrations.diffusers.plans import ModelPlan, Stream, TensorPlace
 from tokenring.integrations.diffusers.refusals import check_call, check_layers, without_padding
+from tokenring.integrations.gradient_joins import GradientReduction, check_joined
 from tokenring.integrations.transformers.comparing import agree_on_batch, facts_of
 from tokenring.runtime.agreement import refusing, speaking_device
 from tokenring.sequence.layout import Layout
@@ -32,8 +33,9 @@ class SplitModel:
     are checkpointed, their backward pass comes before the next call.
     """
 
-    def __init__(self, cp: ContextParallel, plan: ModelPlan, factor: int) -> None:
-        self.cp, self.plan, self.training, self._factor = cp, plan, False, factor
+    def __init__(self, cp: ContextParallel, plan: ModelPlan, gradients: GradientReduction) -> None:
+        self.cp, self.plan, self.training, self._gradients = cp, plan, False, gradients
+        self._factor = cp.world_size if gradients == "mean" else 1
         self._deal: StreamDeal | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplitModel:
@@ -77,6 +79,8 @@ class SplitModel:
             named = {**dict(zip(_names(model), args, strict=False)), **given}
             check_layers(model, self)
             self._check_hooked(model)
+            if torch.is_grad_enabled():
+                check_joined(model, self.cp, self._gradients)
             check_call(named)
             facts = facts_of(named) if self.cp.world_size > 1 else {}
             named = without_padding(named)

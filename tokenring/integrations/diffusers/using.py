@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
-from tokenring.errors import ConfigurationError
 from tokenring.integrations.diffusers.attention import register
 from tokenring.integrations.diffusers.plans import PLANS
 from tokenring.integrations.diffusers.refusals import check_layers, check_model
 from tokenring.integrations.diffusers.splitting import SplitModel
 from tokenring.integrations.diffusers.versions import check_version
+from tokenring.integrations.gradient_joins import GradientReduction, check_reduction
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 HELD = "_tokenring_handles"  # attribute of a model that was changed
 
 
 def use_tokenring(
-    model: Model, cp: ContextParallel, *, gradients: Literal["sum", "mean"] = "sum", any_version: bool = False
+    model: Model, cp: ContextParallel, *, gradients: GradientReduction = "sum", any_version: bool = False
 ) -> Model:
     """Split the tokens of a diffusion transformer over the ranks of cp; its calls stay those of one process.
 
@@ -37,13 +37,12 @@ def use_tokenring(
     ConfigurationError for a model that diffusers has split; BackendUnavailable without diffusers.
     """
     check_context(cp)
-    if gradients not in ("sum", "mean"):
-        raise ConfigurationError(f"gradients={gradients!r}: say 'sum' for add_up_gradients, 'mean' for DDP and FSDP")
+    check_reduction(gradients)
     check_version(any_version)
     stop_tokenring(model)
     check_model(model)
     register()
-    split = SplitModel(cp, PLANS[type(model).__name__], cp.world_size if gradients == "mean" else 1)
+    split = SplitModel(cp, PLANS[type(model).__name__], gradients)
     _configure(model, split)
     try:
         check_layers(model, split)

@@ -78,7 +78,8 @@ def _part(function: Callable[..., Any]) -> LayerMask | None:
         return LayerMask(chunk=int(inner["chunk_size"]))
     if _is(function, made_by.packed_sequence_mask_function, None):
         return None
-    if _is(function, made_by.remap_positions_for_packed_sequence, None, None):
+    remapped = getattr(made_by, "remap_positions_for_packed_sequence", None)  # from 5.23 on
+    if remapped is not None and _is(function, remapped, None, None):
         return read_mask_function(inner["mask_function"])
     return read_mask_function(function)
 

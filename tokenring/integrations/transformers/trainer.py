@@ -23,9 +23,10 @@ from torch.utils.data import IterableDataset
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.integrations.transformers.batches import cut_batch
+from tokenring.integrations.transformers.batches import BATCH, cut_batch
 from tokenring.integrations.transformers.refusals import check_keywords
-from tokenring.integrations.transformers.training import HELD, use_tokenring
+from tokenring.integrations.transformers.training import HELD, change_model
+from tokenring.integrations.transformers.versions import check_trainer
 from tokenring.runtime.agreement import refusing
 
 
@@ -55,24 +56,39 @@ class TokenRingTrainerMixin:
     any_model, any_version: as of `use_tokenring`, which is called with the trainer's model. All else is the Trainer's.
     DDP or FSDP must join the gradients of all ranks, as the Trainer does by itself.
 
-    Raises UnsupportedError for label smoothing, own loss functions, accelerate's own context parallelism, and
-    evaluation that wants logits; ConfigurationError for ranks that are no neighbours.
+    Raises UnsupportedError for versions of transformers, accelerate and trl that were not run, label smoothing, own
+    loss functions, accelerate's own context parallelism, DeepSpeed, tensor and pipeline parallelism, and evaluation
+    that wants logits; ConfigurationError for ranks that are no neighbours, and in steps for FSDP2 over other ranks than
+    all; BackendUnavailable without accelerate.
     """
 
     accelerator: Any
     args: Any
+    gather_function: Any
     model: Any
 
     def __init__(
         self, *given: Any, tokenring: ContextParallel, any_model: bool = False, any_version: bool = False, **more: Any
     ) -> None:
         check_context(tokenring)
+        check_trainer(type(self), any_version)
         self.tokenring = tokenring
+        self._taken = {"any_model": any_model, "any_version": any_version}
         super().__init__(*given, **more)
         _check_arguments(self)
-        changed = _transformers_model(self.model)
-        # Not "mean": the Trainer multiplies the loss by the number of processes itself.
-        use_tokenring(changed, tokenring, gradients="sum", any_model=any_model, any_version=any_version)
+        self._change(self.model)
+
+    def _change(self, model: Any) -> None:
+        """Let a model's calls take cut batches, whose gradients the mean over all ranks joins."""
+        every = range(dist.get_world_size()) if dist.is_initialized() else None
+        # Factor 1, with a mean: the Trainer multiplies the loss by the number of processes itself.
+        change_model(_transformers_model(model), self.tokenring, "mean", 1, every, **self._taken)
+
+    def call_model_init(self, *given: Any, **more: Any) -> Any:
+        """Make a model as `model_init` does, anew for each training, and change it."""
+        model = super().call_model_init(*given, **more)  # type: ignore[misc]
+        self._change(model)
+        return model
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let the data loaders give the same batches to the ranks that share a sequence."""
@@ -83,6 +99,11 @@ class TokenRingTrainerMixin:
                 "accelerate's parallelism_config with tp, cp or sp beside tokenring is not supported: leave it out; "
                 "tokenring's ContextParallel says which ranks share a sequence"
             )
+        if getattr(self, "is_deepspeed_enabled", False):
+            raise UnsupportedError(
+                "DeepSpeed is not supported by tokenring's Trainer: its data loaders would give each rank of cp "
+                "other batches; take fsdp=True, or DDP"
+            )
         mesh = _mesh_of(self.tokenring)
         if mesh is not None:
             self.accelerator._prepare_device_mesh = lambda: mesh
@@ -92,22 +113,48 @@ class TokenRingTrainerMixin:
         return self.tokenring.world_size
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Callable[..., Any], Any]:
-        config = _transformers_model(self.model).config
+        changed = _transformers_model(self.model)
         with refusing(self.tokenring, "forward", *inputs.values()):
-            check_keywords(config, inputs)
-        return nullcontext, cut_batch(inputs, self.tokenring, config)
+            if not hasattr(changed, HELD):
+                raise ConfigurationError(
+                    "the trainer's model is another than tokenring has changed, or was given its attention back: make "
+                    "a trainer for each model, or give it model_init"
+                )
+            check_keywords(changed.config, inputs)
+        return nullcontext, cut_batch(inputs, self.tokenring, changed.config)
 
-    def compute_loss(self, model: Any, inputs: Any, *given: Any, **more: Any) -> Any:
-        """Return this rank's share of the loss, such that its mean over all ranks is the loss."""
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **more: Any
+    ) -> Any:
+        """Return this rank's share of the loss, such that its mean over all ranks is the loss.
+
+        Without num_items_in_batch, as trl evaluates, over the ranks that share the batch, which may come whole.
+        """
         if getattr(self, "compute_loss_func", None) is not None:
             raise UnsupportedError("compute_loss_func is not supported by tokenring: it gets a part of the logits only")
-        found = super().compute_loss(model, inputs, *given, **more)  # type: ignore[misc]
-        items = given[1] if len(given) > 1 else more.get("num_items_in_batch")
-        if items is not None:
-            return found  # times the number of processes, by the Trainer
+        if num_items_in_batch is not None:  # the loss is multiplied by the number of processes, by the Trainer
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **more)  # type: ignore[misc]
+        if inputs.get(BATCH) is None:
+            inputs = self._prepare_context_parallel_inputs(model, inputs)[1]
+        items = inputs.get("num_items_in_batch")  # of the whole batch: trainers would take the mean of this rank's part
+        found = super().compute_loss(model, inputs, return_outputs, items, **more)  # type: ignore[misc]
         loss, *rest = found if isinstance(found, tuple) else (found,)
-        loss = loss * self.tokenring.world_size
+        multiplied = items is not None and getattr(self, "model_accepts_loss_kwargs", True)
+        loss = loss * self.tokenring.world_size / (self.accelerator.num_processes if multiplied else 1)
         return (loss, *rest) if isinstance(found, tuple) else loss
+
+    def evaluation_loop(self, *given: Any, **more: Any) -> Any:
+        """Evaluate, with the loss of each group's batch taken once: transformers gathers those of all ranks."""
+        if self.tokenring.world_size > 1:
+            self.gather_function = self._gathered_of_groups  # until transformers puts its own back, in the end
+        return super().evaluation_loop(*given, **more)  # type: ignore[misc]
+
+    def _gathered_of_groups(self, losses: Any) -> Any:
+        """Return the losses [B] of one rank of each group, without those of sequences that fill the last batch up."""
+        state, size = self.accelerator.gradient_state, self.tokenring.world_size
+        found = self.accelerator.gather(losses).view(-1, size, len(losses))[:, 0].flatten()
+        left = state.remainder if state.end_of_dataloader else 0
+        return found[:left] if left > 0 else found
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *given: Any, **more: Any
@@ -127,6 +174,7 @@ class TokenRingTrainerMixin:
 
 def _check_arguments(trainer: Any) -> None:
     args = trainer.args
+    _check_sharding(_transformers_model(trainer.model))
     if getattr(args, "label_smoothing_factor", 0.0):
         raise UnsupportedError("label_smoothing_factor is not supported by tokenring: set it to 0.0")
     if trainer.tokenring.world_size > 1 and _is_dispatched(trainer):
@@ -139,6 +187,17 @@ def _check_arguments(trainer: Any) -> None:
             "average_tokens_across_devices=False is not supported by tokenring: ranks hold different numbers of labels "
             "of one batch; leave it True"
         )
+
+
+def _check_sharding(model: Any) -> None:
+    """Raise UnsupportedError for a model that transformers has split by more than FSDP, as it loaded the weights."""
+    how = getattr(getattr(model, "config", None), "distributed_config", None)
+    for name in ("tp_size", "pp_size", "ep_size"):
+        if (getattr(how, name, None) or 1) > 1:
+            raise UnsupportedError(
+                f"a model with {name}={getattr(how, name)} in its distributed_config is not supported by tokenring's "
+                f"Trainer: only fsdp_size and dp_replicate_size are, over all ranks"
+            )
 
 
 def _is_dispatched(trainer: Any) -> bool:

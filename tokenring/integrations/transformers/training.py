@@ -12,7 +12,8 @@ Importing this imports no transformers. docs/transformers.md says what is suppor
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,12 @@ import torch.distributed as dist
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
 from tokenring.errors import ConfigurationError
+from tokenring.integrations.gradient_joins import (
+    GradientReduction,
+    add_up_gradients,
+    check_joined,
+    check_reduction,
+)
 from tokenring.integrations.transformers.attention import ATTENTION_NAME, register
 from tokenring.integrations.transformers.batches import BATCH, CutBatch, cut_batch
 from tokenring.integrations.transformers.comparing import agree_on_batch, expected_size
@@ -31,7 +38,6 @@ from tokenring.runtime.agreement import refusing
 __all__ = ["GradientReduction", "add_up_gradients", "cut_batch", "stop_tokenring", "use_tokenring"]
 
 Model = TypeVar("Model", bound=torch.nn.Module)
-GradientReduction = Literal["sum", "mean"]
 HELD = "_tokenring_training"  # attribute of a model that was changed
 
 
@@ -44,7 +50,7 @@ def use_tokenring(
     model: as transformers makes it; change it before DDP or FSDP wraps it. It is changed in place, and returned. It has
     copies of its configs until `stop_tokenring`, so that models which share them keep their attention.
     gradients: what becomes of the ranks' gradients. "sum": `add_up_gradients`, or your own all-reduce. "mean": DDP or
-    FSDP over these ranks.
+    FSDP over these ranks, and over others too. Calls refuse FSDP2 over ranks that do not agree with it.
     any_model, any_version: take families and versions of transformers that were not compared with one process.
 
     A call of the model takes what it takes in one process (`cut_batch` says which of it), the same on every rank of cp.
@@ -54,8 +60,20 @@ def use_tokenring(
     BackendUnavailable without transformers.
     """
     check_context(cp)
-    if gradients not in ("sum", "mean"):
-        raise ConfigurationError(f"gradients={gradients!r}: say 'sum' for add_up_gradients, 'mean' for DDP and FSDP")
+    check_reduction(gradients)
+    factor = cp.world_size if gradients == "mean" else 1
+    return change_model(model, cp, gradients, factor, any_model=any_model, any_version=any_version)
+
+
+def change_model(
+    model: Model, cp: ContextParallel, gradients: GradientReduction, factor: int, every: Sequence[int] | None = None, *,
+    any_model: bool, any_version: bool,
+) -> Model:  # fmt: skip
+    """Change a model as `use_tokenring` does, for a loop that multiplies the loss itself.
+
+    factor: by which the gradients of a call's loss are multiplied. every: all ranks whose mean the loop wants; None:
+    those of cp, and others if the caller says so.
+    """
     check_version(any_version)
     check_model(model, any_model)
     stop_tokenring(model)
@@ -67,7 +85,7 @@ def use_tokenring(
     except Exception:
         put_back(given)
         raise
-    calls = _Calls(cp, gradients)
+    calls = _Calls(cp, gradients, factor, every)
     hooks = (
         model.register_forward_pre_hook(calls.before, with_kwargs=True),
         model.register_forward_hook(calls.after, with_kwargs=True),
@@ -88,29 +106,13 @@ def stop_tokenring(model: torch.nn.Module) -> None:
     delattr(model, HELD)
 
 
-def add_up_gradients(model: torch.nn.Module, cp: ContextParallel) -> None:
-    """Add up the gradients of all parameters over the ranks of cp, in place; where no DDP or FSDP joins them.
-
-    Call it once, after the last backward pass before a step.
-    """
-    if cp.world_size == 1:
-        return
-    given = [each for each in model.parameters() if each.requires_grad]
-    if not given:
-        return
-    there = torch.tensor([each.grad is not None for each in given], dtype=torch.int32, device=given[0].device)
-    dist.all_reduce(there, group=cp.group)  # experts that saw no token here may have seen some elsewhere
-    for each, ranks in zip(given, there.tolist(), strict=True):
-        if ranks:
-            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
-            dist.all_reduce(each.grad, group=cp.group)
-
-
 class _Calls:
     """A pair of hooks around each call of one model."""
 
-    def __init__(self, cp: ContextParallel, gradients: GradientReduction) -> None:
-        self.cp, self.gradients = cp, gradients
+    def __init__(
+        self, cp: ContextParallel, gradients: GradientReduction, factor: int, every: Sequence[int] | None = None
+    ) -> None:
+        self.cp, self.gradients, self._factor, self._every = cp, gradients, factor, every
         self._cut_here = False  # by the last call, which was given whole sequences
 
     def before(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
@@ -118,6 +120,8 @@ class _Calls:
         self._cut_here = given.get(BATCH) is None
         with refusing(self.cp, "forward", *args, *given.values()):
             check_attends(model, ATTENTION_NAME)
+            if torch.is_grad_enabled():
+                check_joined(model, self.cp, self.gradients, self._every)
             check_keywords(model.config, given)
             if self._cut_here:
                 named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
@@ -136,11 +140,10 @@ class _Calls:
         """
         if given.get("labels") is None:
             return output
-        factor = 1 if self.gradients == "sum" else self.cp.world_size
         added_up = self.cp if self._cut_here else None
         if isinstance(output, tuple):
-            return (_with_gradient(output[0], added_up, factor), *output[1:])
-        output["loss"] = _with_gradient(output["loss"], added_up, factor)
+            return (_with_gradient(output[0], added_up, self._factor), *output[1:])
+        output["loss"] = _with_gradient(output["loss"], added_up, self._factor)
         return output
 
 

@@ -1,0 +1,146 @@
+"""Gradients of ranks that share sequences, beside FSDP2: joined once, or refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from ranks import Here, RankPools
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import tokenring as tr
+from tokenring.errors import ConfigurationError
+from tokenring.integrations.gradient_joins import GradientReduction, add_up_gradients, check_joined
+
+DP, CP = 2, 2
+
+
+def made() -> torch.nn.Sequential:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3), torch.nn.Linear(3, 3))
+
+
+def grid(here: Here) -> tuple[dict[str, DeviceMesh], tr.ContextParallel]:
+    if "grid" not in here.memory:
+        mesh = init_device_mesh("cpu", (DP, CP), mesh_dim_names=("dp", "cp"))
+        meshes = {"dp": mesh["dp"], "cp": mesh["cp"], "dp cp": mesh, "all": init_device_mesh("cpu", (here.world_size,))}
+        here.memory["grid"] = meshes, tr.ContextParallel(mesh["cp"])
+    found: tuple[dict[str, DeviceMesh], tr.ContextParallel] = here.memory["grid"]
+    return found
+
+
+def sharded(mesh: DeviceMesh | None, *, layers: bool) -> torch.nn.Sequential:
+    """The model under FSDP2; layers: each by itself, too."""
+    model = made()
+    if mesh is not None:
+        for layer in model if layers else ():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def loss(model: torch.nn.Module, rank: int) -> torch.Tensor:
+    """A rank's share."""
+    share: torch.Tensor = model(torch.arange(6.0)[None] + rank).square().sum()
+    return share
+
+
+def joined(here: Here, over: str, gradients: GradientReduction) -> list[torch.Tensor]:
+    """Gradients of the loss, whole: the mean over dp of the sum over cp of shares."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        meshes, cp = grid(here)
+        model = sharded(meshes.get(over), layers=True)
+        factor = cp.world_size if gradients == "mean" else 1
+        torch.autograd.backward(loss(model, here.rank) * factor)
+        if gradients == "sum":
+            add_up_gradients(model, cp)
+        found: list[Any] = [each.grad for each in model.parameters()]
+        return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
+
+
+@pytest.mark.parametrize(("over", "gradients"), [("dp", "sum"), ("all", "mean"), ("dp cp", "mean")])
+def test_gradients_beside_fsdp_are_those_of_one_process(
+    over: str, gradients: GradientReduction, ranks: RankPools
+) -> None:
+    model = made()
+    torch.autograd.backward([loss(model, rank) / DP for rank in range(DP * CP)])
+    for found in ranks(DP * CP)(joined, over, gradients):
+        for each, parameter in zip(found, model.parameters(), strict=True):
+            assert torch.allclose(each, parameter.grad, rtol=1e-5)  # type: ignore[arg-type]
+
+
+def told(here: Here, over: str, gradients: GradientReduction, layers: bool, every: Any = None) -> list[str]:
+    """What check_joined says of a model before, within and after a forward pass."""
+    meshes, cp = grid(here)
+    model, said = sharded(meshes.get(over), layers=layers), []
+
+    def ask(*_: Any) -> None:
+        try:
+            check_joined(model, cp, gradients, every)
+            said.append("fine")
+        except ConfigurationError as error:
+            said.append(str(error))
+
+    ask()
+    model.register_forward_pre_hook(ask)
+    torch.autograd.backward(loss(model, here.rank))
+    ask()
+    return said
+
+
+@pytest.mark.parametrize("layers", [True, False])
+@pytest.mark.parametrize(
+    ("over", "gradients", "text"),
+    [
+        ("", "sum", ""),
+        ("", "mean", ""),
+        ("dp", "sum", ""),
+        ("dp", "mean", "which are not all of the ranks [0, 1] of cp: their gradients would never be joined"),
+        ("cp", "mean", ""),
+        ("all", "mean", ""),
+        ("dp cp", "mean", ""),
+        ("cp", "sum", "over ranks [0, 1], which holds ranks of cp [0, 1]: it takes the mean"),
+        ("all", "sum", "over ranks [0, 1, 2, 3], which holds ranks of cp [0, 1]: it takes the mean"),
+        ("dp cp", "sum", "over ranks [0, 1, 2, 3], which holds ranks of cp [0, 1]: it takes the mean"),
+    ],
+)
+def test_fsdp_that_does_not_join_them_so_is_refused(
+    over: str, gradients: GradientReduction, text: str, layers: bool, ranks: RankPools
+) -> None:
+    for said in ranks(DP * CP)(told, over, gradients, layers)[0]:
+        assert text in said if text else said == "fine"
+
+
+@pytest.mark.parametrize(("over", "fine"), [("", True), ("all", True), ("dp cp", True), ("cp", False), ("dp", False)])
+def test_a_trainer_wants_the_mean_of_all_ranks(over: str, fine: bool, ranks: RankPools) -> None:
+    """FSDP over cp alone would leave the data-parallel groups with weights of their own."""
+    for said in ranks(DP * CP)(told, over, "mean", True, range(DP * CP))[0]:
+        assert said == "fine" if fine else "which are not all of the ranks [0, 1, 2, 3]" in said
+
+
+def added_up(here: Here) -> str:
+    meshes, cp = grid(here)
+    model = sharded(meshes["all"], layers=True)
+    torch.autograd.backward(loss(model, here.rank))
+    try:
+        add_up_gradients(model, cp)
+    except ConfigurationError as error:
+        return str(error)
+    return "joined twice"
+
+
+def test_gradients_are_not_joined_twice(ranks: RankPools) -> None:
+    assert all("do not call add_up_gradients" in said for said in ranks(DP * CP)(added_up))
+
+
+def test_one_rank_joins_nothing() -> None:
+    model = made()
+    torch.autograd.backward(loss(model, 0))
+    wanted = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    add_up_gradients(model, tr.ContextParallel("self"))
+    check_joined(model, tr.ContextParallel("self"), "mean")
+    assert all(torch.equal(x.grad, y) for x, y in zip(model.parameters(), wanted, strict=True))  # type: ignore[arg-type]

@@ -1,0 +1,115 @@
+"""Gradients of a model whose sequences are split over ranks: each rank has a share, which something must join.
+
+Either `add_up_gradients` adds them up, or DDP or FSDP over the same ranks takes their mean. FSDP over other ranks than
+the model was told of would train on wrong gradients in silence: `check_joined` finds that out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from tokenring.api.context import ContextParallel
+from tokenring.errors import ConfigurationError
+
+GradientReduction = Literal["sum", "mean"]
+
+
+def check_reduction(gradients: object) -> None:
+    """Raise ConfigurationError for what is no GradientReduction."""
+    if gradients not in ("sum", "mean"):
+        raise ConfigurationError(f"gradients={gradients!r}: say 'sum' for add_up_gradients, 'mean' for DDP and FSDP")
+
+
+def add_up_gradients(model: torch.nn.Module, cp: ContextParallel) -> None:
+    """Add up the gradients of all parameters over the ranks of cp, in place; where no DDP or FSDP joins them.
+
+    Call it once, after the last backward pass before a step. FSDP may shard parameters over ranks that have other
+    sequences. Raises ConfigurationError where it shards them over ranks of cp: it has joined these gradients then.
+    """
+    if cp.world_size == 1:
+        return
+    check_joined(model, cp, "sum")
+    given = [each for each in model.parameters() if each.requires_grad]
+    if not given:
+        return
+    there = torch.tensor([each.grad is not None for each in given], dtype=torch.int32, device=given[0].device)
+    dist.all_reduce(there, group=cp.group)  # experts that saw no token here may have seen some elsewhere
+    for each, ranks in zip(given, there.tolist(), strict=True):
+        if ranks:
+            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+            dist.all_reduce(_local_part(each.grad), group=cp.group)
+
+
+def check_joined(
+    model: torch.nn.Module, cp: ContextParallel, gradients: GradientReduction, every: Sequence[int] | None = None
+) -> None:
+    """Raise ConfigurationError where FSDP2 does not join the gradients of model as `gradients` says.
+
+    "mean": FSDP2 must shard, or hold copies of, each parameter over all ranks of cp, or all of `every`, for a trainer
+    that wants their mean; "sum": over no two of those of cp.
+    """
+    if cp.world_size == 1:
+        return
+    wanted = set(dist.get_process_group_ranks(cp.group))
+    for mesh in _meshes_of_fsdp(model):
+        held = set(mesh.mesh.flatten().tolist())
+        if gradients == "mean" and every is not None and not set(every) <= held:
+            raise ConfigurationError(
+                f"FSDP shards parameters over ranks {sorted(held)}, which are not all of the ranks {sorted(every)}: "
+                f"gradients of the others would never be joined. Let the trainer shard them, by fsdp=True, or shard "
+                f"over all ranks"
+            )
+        if gradients == "mean" and not wanted <= held:
+            raise ConfigurationError(
+                f"gradients='mean', and FSDP shards parameters over ranks {sorted(held)}, which are not all of the "
+                f"ranks {sorted(wanted)} of cp: their gradients would never be joined. Shard over both, as "
+                f'fully_shard(model, mesh=mesh["dp", "cp"]._flatten("dp_cp")), or say gradients=\'sum\' and call '
+                f"add_up_gradients(model, cp) before each step"
+            )
+        if gradients == "sum" and len(wanted & held) > 1:
+            raise ConfigurationError(
+                f"gradients='sum', and FSDP shards parameters over ranks {sorted(held)}, which holds ranks of cp "
+                f"{sorted(wanted & held)}: it takes the mean of their gradients. Say gradients='mean' when you call "
+                f"use_tokenring, and do not call add_up_gradients"
+            )
+
+
+def _meshes_of_fsdp(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the meshes over which FSDP2 joins gradients, each once."""
+    fsdp_module: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    seen: list[Any] = []
+    for module in model.modules():
+        for mesh in _meshes_of(module) if isinstance(module, fsdp_module) else ():
+            if mesh not in seen:
+                seen.append(mesh)
+                yield mesh
+
+
+def _meshes_of(module: Any) -> list[Any]:
+    """Return the meshes of one module that FSDP2 wraps.
+
+    Its parameters show them, except in its own forward pass, in which they are whole. Its state always does, which is
+    private, and has other names in other versions of torch.
+    """
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    found = [getattr(getattr(group, "mesh_info", None), "mesh", None) for group in groups]
+    return [mesh for mesh in found if mesh is not None] or [
+        each.device_mesh for each in module.parameters() if _is_dtensor(each)
+    ]
+
+
+def _is_dtensor(x: torch.Tensor) -> bool:
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return isinstance(x, kind)
+
+
+def _local_part(x: Any) -> torch.Tensor:
+    """Return the part of x that this rank holds: x itself, unless it is a DTensor."""
+    part: torch.Tensor = x.to_local() if _is_dtensor(x) else x
+    return part
