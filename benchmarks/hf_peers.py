@@ -131,6 +131,7 @@ class RingOnCpus(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, group: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+        out: torch.Tensor
         out, lse, *_ = ring()._templated_ring_attention(
             group, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
             query=q, key=k, value=v, is_causal=is_causal, dropout_p=0.0, scale=scale,
@@ -176,10 +177,12 @@ def rings_on_cpus() -> Iterator[None]:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             width = v.shape[-1]
             q, k, v = (x.contiguous() for x in (q, k, pad(v, (0, q.shape[-1] - width))))
-            found: torch.Tensor = RingOnCpus.apply(q, k, v, mesh.get_group(), is_causal, scale)
+            found: torch.Tensor = RingOnCpus.apply(  # type: ignore[no-untyped-call]
+                q, k, v, mesh.get_group(), is_causal, scale
+            )
             return found[..., :width]
 
-        functional.scaled_dot_product_attention = attend
+        functional.scaled_dot_product_attention = attend  # type: ignore[assignment]
 
     def disable() -> None:
         functional.scaled_dot_product_attention = own
