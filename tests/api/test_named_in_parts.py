@@ -14,7 +14,7 @@ from tokenring.errors import TokenRingError
 from tokenring.ir.schedule_data import PASSES
 from tokenring.lowering.lower import lower
 from tokenring.lowering.target import APART, contacts
-from tokenring.schedule import size_limits
+from tokenring.runtime import message_groups
 from tokenring.schedule.names import named_schedule
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import Layout, make_layout
@@ -92,7 +92,7 @@ def test_refusals_are_the_same(name: str, pieces: int | None, heads: int, says: 
 def run_large(here: Here, case: Case) -> tuple[Local, list[str], bool]:
     """Attend as one of very many ranks; also what ranks told each other, and whether the schedule stays in parts."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, limit in ((size_limits, "MADE_RANKS"), (arguments, "WHOLE_RANKS")):
+        for module, limit in ((message_groups, "COUNTED_RANKS"), (arguments, "WHOLE_RANKS")):
             patch.setattr(module, limit, 1)
         transport, told = here.transport("shm"), list[str]()
         assert transport is not None

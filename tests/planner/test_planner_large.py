@@ -25,6 +25,7 @@ from tokenring.planner.choosing.folded_world import Figures
 from tokenring.planner.choosing.plan import Forecast
 from tokenring.planner.choosing.scale_out import HOPELESS, Task, figures
 from tokenring.planner.simulation.predict import predict
+from tokenring.runtime import message_groups
 from tokenring.runtime.message_groups import connect
 from tokenring.schedule import size_limits
 from tokenring.schedule.names import schedule_in_parts
@@ -222,6 +223,7 @@ def test_a_large_job_makes_no_schedule_of_all(name: str, monkeypatch: pytest.Mon
     """
     for module in (checks, size_limits):
         monkeypatch.setattr(module, "MADE_RANKS", 16)
+    monkeypatch.setattr(message_groups, "COUNTED_RANKS", 16)
     asked = large_call(families=(name,))
     plan = plan_call(asked)
     size, layout = asked.setting.workload, asked.q_layout

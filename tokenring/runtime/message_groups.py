@@ -23,6 +23,8 @@ from tokenring.runtime.pool import Landed, Views
 if TYPE_CHECKING:
     from tokenring.ir.schedule_data import Pass, ScheduleData
 
+COUNTED_RANKS = 256  # of which each finds the links of all by itself; of more, that takes seconds
+
 T = TypeVar("T")
 Data = Callable[[ActiveCall], torch.Tensor]  # a message's bytes, wherever they lie
 
@@ -33,9 +35,7 @@ def connect(transport: Transport, schedule: ScheduleData, direction: Pass, devic
     Programs that were not proved with the schedule are proved before the first of them runs.
     Raises ConfigurationError, PeerLost, and ScheduleError if that proof fails.
     """
-    from tokenring.schedule.size_limits import MADE_RANKS
-
-    large = schedule.world_size > MADE_RANKS and not transport.target.needs_all
+    large = schedule.world_size > COUNTED_RANKS and not transport.target.needs_all
     needed = _told(transport, schedule, direction) if large else contacts(schedule, transport.target, (direction,))
     transport.prepare(needed.links, device)
     target = transport.target if needed.groups else replace(transport.target, collectives=False)
