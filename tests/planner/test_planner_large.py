@@ -184,7 +184,7 @@ class _Asked(Exception):
         (80, {}, None),
         (80, {"mask": tr.SlidingWindow(64)}, r"auto. with mask window\(64,0\) needs a schedule of 320 ranks.*: use"),
         (80, {"target": Target(bundle_bytes=1)}, "auto. over this transport needs a schedule of 320 ranks"),
-        (1028, {}, "at most 4,096 ranks in a job, not 4,112: use smaller groups"),
+        (260, {}, "at most 1,024 ranks in a job, not 1,040: use smaller groups"),
     ],
 )
 def test_what_every_rank_would_have_to_make_whole_is_refused(
@@ -226,6 +226,8 @@ def test_a_large_job_makes_no_schedule_of_all(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(message_groups, "COUNTED_RANKS", 16)
     asked = large_call(families=(name,))
     plan = plan_call(asked)
+    with pytest.raises(ConfigurationError, match=r"a plan of 64 ranks is written with each move.*schedule='"):
+        plan.to_json()
     size, layout = asked.setting.workload, asked.q_layout
     told = schedule_in_parts(plan.name, size, layout, layout, asked.mask, direction=plan.direction)
     whole = vars(told)["_parts"].whole()

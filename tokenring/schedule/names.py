@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import count
+from math import gcd
 from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
@@ -221,9 +223,13 @@ def _parts_that_move_least(schemes: Sequence[Scheme], q_layout: Layout, kv_layou
 
     some = [OwnParts(each, q_layout, kv_layout, mask) for each in schemes]
     ranks = q_layout.world_size
-    # One more than divides, so that owners are in every place of their host.
-    every = 1 if ranks <= MADE_RANKS else ranks // SAMPLED_OWNERS + 1
+    every = 1 if ranks <= MADE_RANKS else _coprime(ranks // SAMPLED_OWNERS + 1, ranks)
     return some[0] if len(some) == 1 else min(some, key=lambda each: each.requested_tokens(every))
+
+
+def _coprime(least: int, ranks: int) -> int:
+    """Return a number from `least` on without a common factor: so owners are in every place of a host."""
+    return next(each for each in count(least) if gcd(each, ranks) == 1)
 
 
 # ---------- which of two mirror images moves less, by their routes alone: the schedules take far longer to make

@@ -82,6 +82,11 @@ class Schedule(ir.ScheduleData):
         parts: PartByPart | None = vars(self).get("_parts")
         return super()._count_by_pair() if parts is None else parts.moves_by_pair()
 
+    @property
+    def is_in_parts(self) -> bool:
+        """True while nobody has asked for all tiles and moves of a schedule that each rank makes in part."""
+        return "_parts" in vars(self)
+
     def of_rank(self, rank: int) -> ir.ScheduleData:
         """Return the part of a rank, where the whole is not made; else this schedule.
 

@@ -46,7 +46,17 @@ class Plan:
         return f"Plan({self.name} of {len(self.candidates) or 1} candidates, for {self.schedule.world_size} ranks)"
 
     def to_json(self) -> str:
-        """Return the plan as JSON, with its schedule; `Plan.load` reads it."""
+        """Return the plan as JSON, with its schedule; `Plan.load` reads it.
+
+        Raises ConfigurationError where the schedule is of too many ranks to write each of its moves.
+        """
+        from tokenring.schedule.size_limits import MADE_RANKS
+
+        if (ranks := self.schedule.world_size) > MADE_RANKS and self.schedule.is_in_parts:
+            raise ConfigurationError(
+                f"a plan of {ranks:,} ranks is written with each move of {self.name!r}, which takes minutes and "
+                f"gigabytes above {MADE_RANKS}: keep its name, and ask for schedule={self.name!r}"
+            )
         return _document(self, json.loads(self.schedule.to_json()))
 
     def save(self, path: str | Path) -> None:
