@@ -171,8 +171,9 @@ def rings_on_cpus() -> Iterator[None]:
             q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
             scale: float | None = None, enable_gqa: bool = False,
         ) -> torch.Tensor:  # fmt: skip
-            if attn_mask is not None:
-                raise NotImplementedError("Torch SDPA CP does not support attn_mask")
+            if attn_mask is not None:  # its ring of the kernel with a mask refuses one
+                masked: torch.Tensor = module._scaled_dot_product_ring_efficient_attention(mesh, q, k, v, attn_mask)[0]
+                return masked
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             width = v.shape[-1]
