@@ -9,14 +9,13 @@ merge. Schedules take as many query tokens as ranks, the fewest that they share 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from on_links import is_rank, run_on_links
+
+RUN_SECONDS = 600.0
 HEADS, DIM = 8, 64
 
 
@@ -93,13 +92,10 @@ def measure(options: argparse.Namespace) -> None:
 
 def main() -> None:
     options = read()
-    if "RANK" in os.environ:
-        return measure(options)
-    from tokenring.emulate import Emulated
-
-    with Emulated(options.topology, options.ranks, options.link_gbit) as net:
-        paths = {"PYTHONPATH": f"{HERE.parent}:{HERE}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        net.run("decode_shaped", sys.argv[1:], environment=paths)
+    if is_rank():
+        measure(options)
+    else:
+        run_on_links(__file__, options.topology, options.ranks, options.link_gbit, RUN_SECONDS)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,16 @@ Needs root, and diffusers; docs/diffusers.md names versions.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-PATHS = [str(HERE.parent), str(HERE), str(HERE.parent / "tests/support"), str(HERE.parent / "tests/fakes")]
+from on_links import is_rank, run_on_links
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+FOLDERS = TESTS / "support", TESTS / "fakes"
 
 
 def read() -> argparse.Namespace:
@@ -134,13 +134,10 @@ def said(given: argparse.Namespace, seconds: dict[str, list[float]], names: dict
 
 def main() -> None:
     given = read()
-    if "RANK" in os.environ:
-        return measure(given)
-    from tokenring.emulate import Emulated
-
-    with Emulated(given.topology, given.ranks, given.link_gbit) as net:
-        environment = {"PYTHONPATH": os.pathsep.join(PATHS), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        net.run("diffusers_shaped", sys.argv[1:], environment=environment, timeout_seconds=given.seconds)
+    if is_rank():
+        measure(given)
+    else:
+        run_on_links(__file__, given.topology, given.ranks, given.link_gbit, given.seconds, *FOLDERS)
 
 
 if __name__ == "__main__":

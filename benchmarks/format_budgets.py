@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import time
 
+from on_links import is_rank, run_on_links
+
+RUN_SECONDS = 900.0
 HEADS, KV_HEADS, DIM = 8, 2, 64
 SHAPES = ("full-mesh", "switch", "ring", "two-node")
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", choices=SHAPES, default="full-mesh")
     parser.add_argument("--ranks", type=int, default=4)
@@ -28,19 +29,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, help="tokens a rank")
     parser.add_argument("--errors", type=float, nargs="+", default=[0.05, 0.3])
     parser.add_argument("--rounds", type=int, default=7)
-    return parser.parse_args(arguments)
-
-
-def launch(arguments: list[str]) -> int:
-    """Build the links and run this file on every rank of them."""
-    from tokenring.emulate import Emulated
-
-    spec = parse(arguments)
-    here = os.path.dirname(os.path.abspath(__file__))
-    environment = {"PYTHONPATH": os.pathsep.join((here, os.path.dirname(here))), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    with Emulated(spec.topology, ranks=spec.ranks, link_gbit=spec.link_gbit) as net:
-        net.run("format_budgets", ["--rank", *arguments], 900, environment=environment)
-    return 0
+    return parser.parse_args()
 
 
 def run_rank(spec: argparse.Namespace) -> None:
@@ -101,12 +90,13 @@ def run_rank(spec: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def main(arguments: list[str]) -> int:
-    if "--rank" in arguments:
-        run_rank(parse([each for each in arguments if each != "--rank"]))
-        return 0
-    return launch(arguments)
+def main() -> None:
+    spec = parse()
+    if is_rank():
+        run_rank(spec)
+    else:
+        run_on_links(__file__, spec.topology, spec.ranks, spec.link_gbit, RUN_SECONDS)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from on_links import is_rank, run_on_links
+
+RUN_SECONDS = 900.0
 WIDTH = 256
 SHAPES = {"full-mesh": "full-mesh", "switch": "switch", "ring": "ring"}
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("races", nargs="+", choices=("column", "row", "all-gather", "all-reduce"))
     parser.add_argument("--topology", choices=SHAPES, default="full-mesh")
@@ -41,19 +42,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--schedules", nargs="+", default=["tokenring", "direct-q", "direct-q/pieces4"])
     parser.add_argument("--wire", nargs="+", help="formats of docs/layer.md, to race against none")
     parser.add_argument("--rounds", type=int, default=5)
-    return parser.parse_args(arguments)
-
-
-def launch(arguments: list[str]) -> int:
-    """Build the links and run this file on every rank of them."""
-    from tokenring.emulate import Emulated
-
-    spec = parse(arguments)
-    here = os.path.dirname(os.path.abspath(__file__))
-    environment = {"PYTHONPATH": os.pathsep.join((here, os.path.dirname(here))), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    with Emulated(spec.topology, ranks=spec.ranks, link_gbit=spec.link_gbit) as net:
-        net.run("layer_links", ["--rank", *arguments], 900, environment=environment)
-    return 0
+    return parser.parse_args()
 
 
 def sleeping(seconds_a_pair: float) -> None:
@@ -238,12 +227,13 @@ def say(line: dict[str, Any]) -> None:
         print(json.dumps({key: value for key, value in line.items() if value is not None}), flush=True)
 
 
-def main(arguments: list[str]) -> int:
-    if "--rank" in arguments:
-        run_rank(parse([each for each in arguments if each != "--rank"]))
-        return 0
-    return launch(arguments)
+def main() -> None:
+    spec = parse()
+    if is_rank():
+        run_rank(spec)
+    else:
+        run_on_links(__file__, spec.topology, spec.ranks, spec.link_gbit, RUN_SECONDS)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
