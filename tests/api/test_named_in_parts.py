@@ -33,10 +33,6 @@ def asked(
     return not_chosen(name, request, (made, made), pieces, wire).schedule, request, made
 
 
-def in_parts(schedule: Schedule) -> bool:
-    return "_parts" in vars(schedule)
-
-
 @pytest.mark.parametrize(
     ("name", "layout", "pieces"),
     [
@@ -53,20 +49,20 @@ def test_programs_are_those_of_the_whole(name: str, layout: str, pieces: int | N
             mine = lower(found, rank, direction, request.workload, target)
             assert mine == lower(whole, rank, direction, request.workload, target)
             assert contacts(found, target, (direction,)) == contacts(whole, target, (direction,))
-        assert in_parts(found) and found.name == whole.name
+        assert found.is_in_parts and found.name == whole.name
         assert found == whole
 
 
 def test_few_ranks_make_all_of_it() -> None:
     """Which takes no longer, and needs no code for parts."""
-    assert not in_parts(asked("ring", WHOLE_RANKS)[0]) and in_parts(asked("ring", WHOLE_RANKS + 1)[0])
+    assert not asked("ring", WHOLE_RANKS)[0].is_in_parts and asked("ring", WHOLE_RANKS + 1)[0].is_in_parts
 
 
 def test_where_parts_are_not_known_the_whole_is_made() -> None:
-    assert not in_parts(asked("ring", mask=tr.SlidingWindow(8))[0])
-    assert not in_parts(asked("ring/late/pieces2")[0])
+    assert not asked("ring", mask=tr.SlidingWindow(8))[0].is_in_parts
+    assert not asked("ring/late/pieces2")[0].is_in_parts
     found = asked("ring", wire="mxfp8")[0]
-    assert not in_parts(found) and found.codecs
+    assert not found.is_in_parts and found.codecs
 
 
 @pytest.mark.parametrize(
@@ -106,7 +102,7 @@ def run_large(here: Here, case: Case) -> tuple[Local, list[str], bool]:
         cp = here.cp(layout=case.layout, schedule=case.schedule, transport=transport)
         found = compute(cp, case)
         q, k, v = (tr.shard(x, cp) for x in case.inputs()[:3])
-        return found, told, in_parts(tr.plan(q.requires_grad_(), k, v, cp, case.mask).schedule)
+        return found, told, tr.plan(q.requires_grad_(), k, v, cp, case.mask).schedule.is_in_parts
 
 
 @pytest.mark.parametrize("name", ["tokenring", "usp/2"])

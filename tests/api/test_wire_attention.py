@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from copies import copied_as_one
 from oracle import relative_error
 from ranks import Here, RankPools
 
@@ -15,7 +16,6 @@ from tokenring.backends.codecs import blocks, trial
 from tokenring.backends.interfaces import Transport
 from tokenring.ir.schedule_data import PASSES
 from tokenring.ir.wire_formats import encoded
-from tokenring.runtime import copying, executor
 from tokenring.schedule.families.registry import parse
 from tokenring.schedule.names import make_schedule
 from tokenring.sequence.layout import make_layout
@@ -114,20 +114,12 @@ def test_a_mean_that_keys_have_in_common_adds_no_error_where_q_moves(ranks: Rank
 
 def computed(here: Here, name: str, together: bool) -> tuple[torch.Tensor, ...]:
     """This rank's results in MXFP8. together: with copies made as one, as on a device."""
-    plain = executor._Binder.__init__
-
-    def asking(self: executor._Binder, *given: Any) -> None:
-        plain(self, *given)
-        self.copying = copying
-
-    with pytest.MonkeyPatch.context() as patch:
-        if together:
-            patch.setattr(executor._Binder, "__init__", asking)
-        with tr.ContextParallel(schedule=name, transport=transport_of(here), wire="mxfp8") as cp:
-            q, k, v, dout = (tr.shard(each, cp, dim=1).detach() for each in given(torch.bfloat16))
-            of = [each.requires_grad_() for each in (q, k, v)]
-            out = tr.attention(q, k, v, cp, is_causal=True)
-            return out.detach(), *torch.autograd.grad(out, of, dout)
+    copied = copied_as_one() if together else nullcontext()
+    with copied, tr.ContextParallel(schedule=name, transport=transport_of(here), wire="mxfp8") as cp:
+        q, k, v, dout = (tr.shard(each, cp, dim=1).detach() for each in given(torch.bfloat16))
+        of = [each.requires_grad_() for each in (q, k, v)]
+        out = tr.attention(q, k, v, cp, is_causal=True)
+        return out.detach(), *torch.autograd.grad(out, of, dout)
 
 
 @pytest.mark.parametrize("name", ("ring", "ulysses", "tokenring"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
+from copies import copied_as_one
 from oracle import relative_error
 from ranks import Here, RankPools
 
@@ -18,7 +19,6 @@ from tokenring.ir.operators import OPERATORS
 from tokenring.ir.schedule_data import FULL, PASSES, Pass
 from tokenring.ir.wire_formats import ENCODED, FORMATS, encoded
 from tokenring.lowering.pair_box import pair_box
-from tokenring.runtime import copying, executor
 from tokenring.schedule.names import make_schedule
 from tokenring.sequence.layout import make_layout
 
@@ -224,15 +224,7 @@ def test_parts_in_fp32_go_before_the_format() -> None:
 
 def computed(here: Here, name: str, together: bool) -> dict[str, torch.Tensor]:
     """This rank's results in MXINT8. together: with copies made as one, as on a device."""
-    plain = executor._Binder.__init__
-
-    def asking(self: executor._Binder, *given: Any) -> None:
-        plain(self, *given)
-        self.copying = copying
-
-    with pytest.MonkeyPatch.context() as patch:
-        if together:
-            patch.setattr(executor._Binder, "__init__", asking)
+    with copied_as_one() if together else nullcontext():
         return layers(here, name, torch.bfloat16, "mxint8")[0]
 
 

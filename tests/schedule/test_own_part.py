@@ -39,10 +39,6 @@ LAID = (("zigzag", "zigzag"), ("striped", "striped"), ("contiguous", "zigzag/2")
 CASES = 40 if FULL_GRID else 2  # of a family
 
 
-def in_parts(schedule: Schedule) -> bool:
-    return "_parts" in vars(schedule)
-
-
 def workload(layout: Layout, heads: tuple[int, int] = (8, 8)) -> Workload:
     return Workload(1, layout.length, layout.length, *heads, 16, torch.bfloat16)
 
@@ -66,7 +62,7 @@ def cases(family: str, count: int) -> list[tuple[str, Workload, Layout, Mask, li
             made = schedule_in_parts(name, size, layout, layout, mask, order=order)
         except ConfigurationError:  # it does not fit so many ranks, tokens or heads
             continue
-        if in_parts(made):
+        if made.is_in_parts:
             found.append((name, size, layout, mask, order))
         if len(found) == count:
             break
@@ -86,9 +82,9 @@ def test_programs_of_every_family(family: str) -> None:
                 assert mine == lower(whole, rank, direction, size, target), (name, layout.name, mask, order, rank)
         assert {each: links(part, (each,)) for each in PASSES} == {each: links(whole, (each,)) for each in PASSES}
         assert part.moves_by_pair == whole.moves_by_pair
-        assert in_parts(part)
+        assert part.is_in_parts
         assert part == whole
-        assert not in_parts(part)
+        assert not part.is_in_parts
 
 
 def one(name: str = "usp/2", ranks: int = 8) -> tuple[Schedule, Schedule, Workload]:
@@ -110,9 +106,9 @@ def test_the_rest_is_made_for_who_asks(what: str) -> None:
         "json": Schedule.to_json,
         "verify": Schedule.verify,
     }[what]
-    assert in_parts(part)
+    assert part.is_in_parts
     assert asked(part) == asked(whole)  # type: ignore[operator]
-    assert not in_parts(part)
+    assert not part.is_in_parts
 
 
 def test_all_is_there_at_once() -> None:
@@ -131,7 +127,7 @@ def test_the_whole_where_parts_are_not_known(name: str) -> None:
     layout = make_layout("zigzag", 4, 1024)
     mask = mask_of("window(100)") if name == "ring" else CAUSAL
     assert mask is not None
-    assert not in_parts(schedule_in_parts(name, workload(layout), layout, layout, mask))
+    assert not schedule_in_parts(name, workload(layout), layout, layout, mask).is_in_parts
 
 
 def test_the_whole_of_a_family_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +135,7 @@ def test_the_whole_of_a_family_of_somebody_else(monkeypatch: pytest.MonkeyPatch)
     from dataclasses import replace
 
     monkeypatch.setitem(FAMILIES, "ring", replace(FAMILIES["ring"], source="somebody"))
-    assert not in_parts(one("ring")[0])
+    assert not one("ring")[0].is_in_parts
 
 
 @pytest.mark.parametrize("target", [Target(bundle_bytes=1 << 20), Target(early_receives=False, collectives=True)])
@@ -305,8 +301,8 @@ def test_who_asks_for_several_ranks_gets_the_whole() -> None:
     """The parts of all ranks would cost several times as much."""
     part, whole, size = one()
     assert [part.of_rank(2) is part, part.of_rank(2) is part, part.of_rank(3) is part] == [False, False, True]
-    assert part.of_rank(2) is not part and in_parts(part)
-    assert part.peak_bytes(size) == whole.peak_bytes(size) and not in_parts(part)
+    assert part.of_rank(2) is not part and part.is_in_parts
+    assert part.peak_bytes(size) == whole.peak_bytes(size) and not part.is_in_parts
 
 
 def test_pickled_while_another_thread_makes_the_whole() -> None:
@@ -333,7 +329,7 @@ def test_keys_that_lie_otherwise_than_queries(kv_layout: str) -> None:
         part = schedule_in_parts(name, workload(q_layout), q_layout, kv, CAUSAL)
         whole = named_schedule(name, workload(q_layout), q_layout, kv, CAUSAL)
         assert lower(part, 1, "backward", workload(q_layout)) == lower(whole, 1, "backward", workload(q_layout)), name
-        assert in_parts(part)
+        assert part.is_in_parts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
