@@ -112,12 +112,12 @@ def check_wire(wire: object, schedule: object, max_error: object = None) -> None
 
     One that has formats of its own takes no other. max_error: a number above 0 goes with a planned schedule alone.
     """
-    planned = is_plan(schedule) or (isinstance(schedule, str) and schedule.startswith("auto"))
+    automatic = isinstance(schedule, str) and schedule.startswith("auto")
     if max_error is not None:
         number = isinstance(max_error, Real) and not isinstance(max_error, bool)
         if not number or not 0 < float(cast(float, max_error)) < math.inf:
             raise ConfigurationError(f"max_error={max_error!r}: give a number above 0, as 0.05, or None for no format")
-        if not planned or is_plan(schedule):
+        if not automatic:
             raise ConfigurationError(
                 f"max_error={max_error!r} goes with schedule='auto', which chooses a format by it; else name one, as "
                 f"wire='mxint8'"
@@ -127,7 +127,7 @@ def check_wire(wire: object, schedule: object, max_error: object = None) -> None
     from tokenring.ir.wire_formats import wire_format
 
     wire_format(wire)
-    if planned:
+    if automatic or is_plan(schedule):
         raise UnsupportedError(
             f"wire={wire!r} with a schedule that is planned is not supported: name one, as schedule='direct-kv', or "
             f"say max_error, within which a format is chosen"

@@ -241,7 +241,7 @@ class OwnParts:
             hops: Sequence[Hop] = side.hops(key)
             touching = [hop for hop in hops if rank in (hop.src, hop.dst)]
             if any(hop.src == rank for hop in touching):
-                first = min(map(_step_of, touching), default=0)
+                first = min(map(_step_of, touching))
                 hops = [hop for hop in hops if hop.step >= first]  # only on later ones does it depend who needs them
             else:  # nobody waits for what it does with them
                 hops = touching

@@ -44,25 +44,7 @@ class Placed:
         return known[1]
 
     def _in_time(self, rank: int) -> list[tuple[Key, Key, int]]:
-        found, kv_due, when, world = [], dict[Key, int](), self.scheme.when, self.empty.world_size
-        if self.scheme.timed and when is not None:
-            return [
-                (q, kv, when(Pair(q[0], kv[0], q[1], q[2], kv[2], world), 0))
-                for q, keys in self._meetings(rank)
-                for kv in keys
-            ]
-        for q, keys in self._meetings(rank):
-            q_due = self._q.due(q).get(rank, 0)
-            for kv in keys:
-                step = kv_due.get(kv)
-                if step is None:
-                    step = kv_due[kv] = self._kv.due(kv).get(rank, 0)
-                if step < q_due:
-                    step = q_due
-                if when is not None:
-                    step = when(Pair(q[0], kv[0], q[1], q[2], kv[2], world), step)
-                found.append((q, kv, step))
-        return found
+        return [(q, kv, self._step(rank, q, kv)) for q, keys in self._meetings(rank) for kv in keys]
 
     def _meetings(self, rank: int) -> Iterable[tuple[Key, Sequence[Key]]]:
         """Return units of q, each with units of kv that they meet at a rank."""

@@ -29,7 +29,6 @@ from tokenring.planner.choosing.candidates import SHOWN
 from tokenring.planner.choosing.checks import check_made
 from tokenring.planner.choosing.kept_plans import plan_or_forecast_kept
 from tokenring.planner.choosing.plan import Plan
-from tokenring.planner.formats.error_budget import OF_MANY_RANKS, within_error
 from tokenring.planner.machines.presets import PRESETS
 from tokenring.planner.simulation.predict import predict
 from tokenring.sequence.layout import AUTO
@@ -93,10 +92,13 @@ def main(argv: list[str]) -> int:
         asked, found, others = planned_in_layouts(asked, environment)
     else:
         found = plan_or_forecast_kept(asked.call, environment)
-    if options.max_error is not None and isinstance(found, Plan):
-        found = within_error(found, asked.call, options.max_error)
-    elif options.max_error is not None:
-        found = replace(found, reason=f"{found.reason}; {OF_MANY_RANKS}")
+    if options.max_error is not None:
+        from tokenring.planner.formats.error_budget import OF_MANY_RANKS, within_error
+
+        if isinstance(found, Plan):
+            found = within_error(found, asked.call, options.max_error)
+        else:
+            found = replace(found, reason=f"{found.reason}; {OF_MANY_RANKS}")
     plan = found
     if options.json:
         console.clear()
