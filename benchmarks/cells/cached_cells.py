@@ -25,11 +25,12 @@ sys.path[:0] = [str(REPO), str(REPO / "tests" / "support"), str(HERE)]
 
 import torch  # noqa: E402
 from grid import CORES, UPLINK_SHARE, link_gbit  # noqa: E402
+from run import CELL_SECONDS, options_of, read_done  # noqa: E402
 from shaped import measured  # noqa: E402
 
 from tokenring.emulate import Emulated  # noqa: E402
 from tokenring.emulate.shapes import Shape  # noqa: E402
-from tokenring.planner.choosing.cached_calls import CachedCall, cached_ways  # noqa: E402
+from tokenring.planner.choosing.cached_calls import CachedCall, CachedWay, cached_ways  # noqa: E402
 from tokenring.planner.interconnects.emulated import interconnect_of_shape, sleeping_machine  # noqa: E402
 from tokenring.sequence.workload import Workload  # noqa: E402
 
@@ -49,7 +50,6 @@ COLUMNS = (
     "cell", "topology", "home", "tokens", "cached", "kv_heads", "tflops", "way", "auto", "predicted_ms", "measured_ms",
     "min_ms", "max_ms", "rounds",
 )  # fmt: skip
-CELL_SECONDS = 900.0
 NO_COMPUTE_TFLOPS = 1e6
 
 
@@ -87,19 +87,18 @@ class CachedCell:
         size = Workload(1, self.tokens, self.cached, Q_HEADS, self.kv_heads, HEAD_DIM, torch.float32)
         return CachedCall(size, interconnect_of_shape(self.shape), sleeping_machine(tflops, self.shape, CORES))
 
-    def ways(self, tflops: float):  # type: ignore[no-untyped-def]
+    def ways(self, tflops: float) -> list[CachedWay]:
         """Return the ways that a step of this home can take, the fastest first."""
         return [each for each in cached_ways(self.call(tflops)) if each.name in WAYS[self.home]]
 
 
 def cells() -> list[CachedCell]:
     """Return the cells, grouped so that an emulation is set up once for all its cells."""
-    found = []
-    for number, (topology, (home, sizes)) in enumerate(
-        product(TOPOLOGIES, [*(("all", each) for each in OF_ALL), *(("tokens", each) for each in OF_TOKENS)])
-    ):
-        found.append(CachedCell(topology, home, *sizes, WIRE_OVER_COMPUTE[number % 2]))
-    return found
+    homes = [*(("all", each) for each in OF_ALL), *(("tokens", each) for each in OF_TOKENS)]
+    return [
+        CachedCell(topology, home, *sizes, WIRE_OVER_COMPUTE[number % 2])
+        for number, (topology, (home, sizes)) in enumerate(product(TOPOLOGIES, homes))
+    ]
 
 
 def measure(net: Emulated, cell: CachedCell, options: argparse.Namespace) -> None:
@@ -155,15 +154,11 @@ def main() -> int:
     if options.table:
         print(*table(options.table), sep="\n")
         return 0
-    done: set[str] = set()
-    if options.out.exists():
-        with options.out.open(newline="") as lines:
-            done = {row["cell"] for row in csv.DictReader(lines)}
+    done = read_done(options.out, COLUMNS)
     waiting = [cell for cell in cells() if cell.name not in done and options.only in cell.name]
     print(f"{len(waiting)} cells to measure", flush=True)
     for shape, group in groupby(waiting, key=lambda cell: cell.shape):
-        uplink = {} if shape.uplink_gbit is None else {"uplink_gbit": shape.uplink_gbit}
-        with Emulated(shape.kind, shape.ranks, shape.link_gbit, **uplink) as net:
+        with Emulated(shape.kind, shape.ranks, shape.link_gbit, **options_of(shape)) as net:
             for cell in group:
                 measure(net, cell, options)
     return 0

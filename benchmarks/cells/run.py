@@ -70,14 +70,14 @@ def options_of(shape: object) -> dict[str, object]:
     }
 
 
-def read_done(path: Path) -> set[str]:
-    """The cells in a file, to which rows will be added: it has our columns, or this ends here."""
+def read_done(path: Path, columns: tuple[str, ...] = COLUMNS) -> set[str]:
+    """Return the cells in a file, to which rows will be added: it has these columns, or this ends here."""
     if not path.exists():
         return set()
     with path.open(newline="") as lines:
         rows = csv.DictReader(lines)
-        if tuple(rows.fieldnames or ()) != COLUMNS:
-            sys.exit(f"{path} has other columns than {', '.join(COLUMNS)}: give another --out")
+        if tuple(rows.fieldnames or ()) != columns:
+            sys.exit(f"{path} has other columns than {', '.join(columns)}: give another --out")
         return {row["cell"] for row in rows}
 
 
