@@ -1,4 +1,4 @@
-"""How long a job waits for its first plan, by the number of ranks: rank 0 and another are processes, with a link.
+"""Measure how long a job waits for its first plan, by its ranks: rank 0 and another are processes, with a link.
 
     python benchmarks/plan_in_job.py [--ranks 8 16 32 64 256] [--tokens 131072] [--preset hgx-h100] [--runs 1]
 

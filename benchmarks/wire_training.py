@@ -36,7 +36,7 @@ DIMS = {"query": 0, "key": 0, "value": 0, "gate": 0, "up": 0, "output": 1, "down
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained: windows of so many tokens, several at once."""
+    """Say how much is trained: windows of so many tokens, several at once."""
 
     tokens: int = 256
     batch: int = 8

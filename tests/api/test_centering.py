@@ -60,7 +60,7 @@ def test_attention_is_the_same(ranks: RankPools, world: int) -> None:
 
 
 def compiled(here: Here, backend: str) -> bool:
-    """Whether a compiled call, both passes, gives the bits of an eager one."""
+    """Return whether a compiled call, both passes, gives the bits of an eager one."""
     torch.compiler.reset()
     with here.cp(schedule="ring") as cp:
 
@@ -83,7 +83,7 @@ def test_compiled_without_a_graph_break(ranks: RankPools, backend: str) -> None:
 
 
 def closed(here: Here) -> bool:
-    """Whether what adds up over the ranks is made once, and closed with the context."""
+    """Return whether what adds up over the ranks is made once, and closed with the context."""
     with here.cp(schedule="ring") as cp:
         for _ in range(2):
             tr.centered(torch.ones(1, 4, 1, 8), cp)

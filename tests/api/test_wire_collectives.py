@@ -70,7 +70,7 @@ def test_errors_and_bytes(ranks: RankPools, world: int, schedule: str, dtype: to
 
 @pytest.mark.parametrize("wire", ("mxint8", "mxfp8", "mxfp8-e5m2", "mxfp4"))
 def test_bytes_against_bf16(ranks: RankPools, wire: str) -> None:
-    """Of a tensor that ranks and blocks divide; what two steps send."""
+    """Take a tensor that ranks and blocks divide, and what two steps send."""
     sent = {each: ranks(2)(sent_by_two_steps, each) for each in (None, wire)}
     least = 3.7 if wire == "mxfp4" else 1.93
     assert all(before >= least * fewer > 0 for before, fewer in zip(*sent.values(), strict=True))

@@ -58,7 +58,7 @@ def test_none_on_fast_links(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_many_ranks_say_that_none_was_tried(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a forecast, too, as of 512 ranks."""
+    """Say so of a forecast, too, as of 512 ranks."""
     for hosts in ("8", "64"):
         assert plan("--topology", f"preset:mi300x-8*{hosts}", "--max-error", "0.3") == 0
         assert "; no wire format was tried, as one host stands for all" in capsys.readouterr().out

@@ -140,7 +140,7 @@ def test_unfused_is_the_collectives_and_the_products() -> None:
 
 
 def test_unfused_counts_launches_of_products_that_nothing_hides() -> None:
-    """Of a pass that begins with one: dx of column, y of row. Others are launched while a collective moves."""
+    """Count it where a pass begins with one: dx of column, y of row. Others are launched while a collective moves."""
     size, rates = Workload(1, 512, 256, 1, 1, 64, torch.bfloat16), constant(0.1)
     launched = replace(rates, launching=Launching(1e-3, "npu-fusion"))
     wanted: dict[tuple[str, tuple[Pass, ...]], int] = {
@@ -155,7 +155,7 @@ def test_unfused_counts_launches_of_products_that_nothing_hides() -> None:
 
 
 def _moved(operator: str, direction: Pass, setting: Setting) -> float:
-    """What the collectives of a pass take: column's backward has two."""
+    """Return what the collectives of a pass take: column's backward has two."""
     rows, columns = make_layout("contiguous", 4, 512), make_layout("contiguous", 4, 4)
     made = make_schedule("direct-q", rows, columns, Full()).replace(operator=OPERATORS["reduce"])
     of = replace(setting, workload=Workload(1, 512, 4, 1, 1, 64, torch.bfloat16))

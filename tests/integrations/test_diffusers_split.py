@@ -107,7 +107,7 @@ def test_output_and_gradients_are_those_of_one_process(
 
 
 def told_under_fsdp(here: Here) -> str:
-    """What a call says of FSDP2 over ranks whose gradients were to be added up; without gradients, nothing."""
+    """Return what a call says of FSDP2 over ranks whose gradients were to be added up; without gradients, nothing."""
     with installed():
         model = use_tokenring(make("flux"), here.cp())
         fully_shard(model, mesh=init_device_mesh("cpu", (here.world_size,)))

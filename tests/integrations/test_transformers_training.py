@@ -202,7 +202,7 @@ def test_gradients_beside_fsdp(gradients: Literal["sum", "mean"], ranks: RankPoo
 
 
 def told_under_fsdp(here: Here) -> str:
-    """What a call says of FSDP2 over ranks whose gradients were to be added up; without gradients, nothing."""
+    """Return what a call says of FSDP2 over ranks whose gradients were to be added up; without gradients, nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = use_tokenring(make_model("llama"), here.cp())

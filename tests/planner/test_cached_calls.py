@@ -75,7 +75,7 @@ def test_q_moves_until_the_bytes_are_those_of_the_cache() -> None:
 @pytest.mark.parametrize("kv_heads", [1, 8, 64])
 @pytest.mark.parametrize("switch", [True, False])
 def test_what_moves_is_what_the_crossover_says(kv_heads: int, switch: bool) -> None:
-    """Of new tokens that are each rank's own: it goes round, or on a mesh over all links at once."""
+    """Move it for new tokens that are each rank's own: it goes round, or on a mesh over all links at once."""
     machine = Machine(constant(400.0, copy_gbs=2500.0), Messages(6e-6, 2e-6))
     given = replace(call(cached=1 << 17, kv_heads=kv_heads, switch=switch), machine=machine)
     tokens = crossovers(given).cache_moves
@@ -177,7 +177,7 @@ LATENTS = ["plan", "--topology", "preset:hgx-h100", "--cached", "128k", "--heads
 
 
 def test_latents_of_a_cache(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of DeepSeek: what moves of the cache is 576 elements of a token, and not 576 + 512."""
+    """Count 576 elements of a token in a cache of DeepSeek's that moves, and not 576 + 512."""
     assert main([*LATENTS, "--dim", "576", "--value-dim", "512", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["latents"] and found["kv_heads"] == 1

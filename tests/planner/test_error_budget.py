@@ -69,7 +69,7 @@ def test_the_smallest_format_that_the_error_allows_on_slow_links(
 
 
 def test_it_is_the_fastest_of_all_that_are_allowed() -> None:
-    """Of each schedule in each format, encoding counted."""
+    """Compare each schedule in each format, encoding counted."""
     of = asked(SLOW)
     found = within_error(plan_call(of), of, 0.3)
     seconds = {}
@@ -104,7 +104,7 @@ def test_formats_that_fit() -> None:
 
 
 def test_a_memory_limit_holds() -> None:
-    """What is decoded needs memory of its own: a plan that just fits keeps to its limit, in a format or without."""
+    """Keep a plan that just fits to its limit, in a format or without: what is decoded needs memory of its own."""
     of = asked(SLOW)
     best = plan_call(of).candidates[0].peak_bytes
     assert best is not None
@@ -165,7 +165,7 @@ def test_costs_are_those_of_the_codecs(form: str) -> None:
 
 
 def test_the_reason_says_where_none_is_tried() -> None:
-    """Of latents; of many ranks, for which one host stands; and where no time is predicted."""
+    """Try none for latents, for many ranks, for which one host stands, and where no time is predicted."""
     of = asked(SLOW)
     plain = plan_call(of)
     latents = replace(

@@ -64,7 +64,7 @@ CROSSED = (0, 2, 1, 3)  # the devices of a host round its ring
 
 @pytest.mark.parametrize("name", ["ring", "tokenring", "double-ring/4", "usp/4"])
 def test_ranks_stand_where_schedules_have_them(name: str) -> None:
-    """Of hosts whose devices are not numbered round their ring, schedules are made in a good order; folded, too."""
+    """Fold in the good order in which schedules are made, of hosts whose devices are not numbered round their ring."""
     near = {(CROSSED[at], CROSSED[(at + by) % LOCAL]) for at in range(LOCAL) for by in (1, -1)}
     ways = {(a, b): (f"{a}>{b}" if (a, b) in near else "root",) for a, b in permutations(range(LOCAL), 2)}
     gbs = {way[0]: 0.1 if way == ("root",) else 1.0 for way in ways.values()}
