@@ -35,6 +35,7 @@ def parse() -> argparse.Namespace:
 def run_rank(spec: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
+    from float64_errors import causal_float64, relative_errors
 
     import tokenring as tr
     from tokenring.cli.bench.candidates import emulated
@@ -47,16 +48,13 @@ def run_rank(spec: argparse.Namespace) -> None:
     random = torch.Generator().manual_seed(1)
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
     whole = [torch.randn(1, length, each, DIM, generator=random).bfloat16() for each in heads]
-    q, k, v = of = [each.double().transpose(1, 2).requires_grad_() for each in whole[:3]]
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    wanted = [out.detach(), *torch.autograd.grad(out, of, whole[3].double().transpose(1, 2))]
     base = tr.ContextParallel()
     runs: dict[float | None, tr.ContextParallel] = {}
     for error in (None, *spec.errors):
         runs[error] = tr.ContextParallel(transport=base.transport, topology=net, max_error=error)
     q, k, v, dout = (tr.shard(each, base, dim=1).detach() for each in whole)
     own = [each.requires_grad_() for each in (q, k, v)]
-    right = [tr.shard(each.transpose(1, 2).contiguous(), base, dim=1) for each in wanted]
+    right = [tr.shard(each, base, dim=1) for each in causal_float64(whole)]
     times: dict[float | None, list[float]] = {error: [] for error in runs}
     worst: dict[float | None, float] = {}
     for turn in range(spec.rounds + 1):
@@ -70,12 +68,7 @@ def run_rank(spec: argparse.Namespace) -> None:
             if turn:
                 times[error].append(slowest.item() * 1e3)
                 continue
-            sums = torch.tensor([
-                [float((a.double() - b).square().sum()), float(b.square().sum())]
-                for a, b in zip((made.detach(), *grads), right, strict=True)
-            ], dtype=torch.float64)  # fmt: skip
-            dist.all_reduce(sums)
-            worst[error] = float((sums[:, 0] / sums[:, 1]).sqrt().max())
+            worst[error] = max(relative_errors((made.detach(), *grads), right))
     plain = statistics.median(times[None])
     for error, cp in runs.items() if rank == 0 else ():
         plan, ms = tr.plan(q, k, v, cp, is_causal=True), statistics.median(times[error])

@@ -12,6 +12,7 @@ import argparse
 
 import torch
 import torch.distributed as dist
+from float64_errors import causal_float64, relative_errors
 
 import tokenring as tr
 from tokenring.backends.interfaces import Transport
@@ -34,20 +35,13 @@ def errors(
 ) -> Errors:
     """Return the relative error of each result over all ranks. center: take the mean of keys away first."""
     whole = given(mean, dtype)
-    q, k, v = of = [each.double().transpose(1, 2).requires_grad_() for each in whole[:3]]
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    wanted = [out.detach(), *torch.autograd.grad(out, of, whole[3].double().transpose(1, 2))]
     with tr.ContextParallel(schedule=schedule, transport=transport, wire=wire) as cp:
         q, k, v, dout = (tr.shard(each, cp, dim=1).detach() for each in whole)
         own = [each.requires_grad_() for each in (q, k, v)]
         made = tr.attention(q, tr.centered(k, cp) if center else k, v, cp, is_causal=True)
         found = [made.detach(), *torch.autograd.grad(made, own, dout)]
-        right = [tr.shard(each.transpose(1, 2).contiguous(), cp, dim=1) for each in wanted]
-    squares = torch.tensor([
-        [float((a.double() - b).square().sum()), float(b.square().sum())] for a, b in zip(found, right, strict=True)
-    ], dtype=torch.float64)  # fmt: skip
-    dist.all_reduce(squares)
-    return dict(zip(NAMES, (squares[:, 0] / squares[:, 1]).sqrt().tolist(), strict=True))
+        right = [tr.shard(each, cp, dim=1) for each in causal_float64(whole)]
+    return dict(zip(NAMES, relative_errors(found, right), strict=True))
 
 
 def main() -> None:
