@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from copies import copied_as_one
 from program_mutants import edit
 from programs import lower_all
 from ranks import Here, RankPools
@@ -152,6 +153,19 @@ def test_bits_and_bytes(ranks: RankPools, world: int, name: str, heads: int, mas
         assert torch.equal(one.out, other.out) and torch.equal(one.out, third.out)
         assert one.nbytes == one.planned < other.nbytes == third.nbytes == third.planned
         assert one.says and not third.says
+
+
+def together(here: Here, name: str, dtype: torch.dtype) -> bool:
+    """Copies made as one, as on a device, give the same bits."""
+    with copied_as_one():
+        out = called(here, name, 6, dtype, "causal").out
+    return torch.equal(out, called(here, name, 6, dtype, "causal", lse=True).out)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+@pytest.mark.parametrize("name", ("ulysses", "packed/6", "ulysses/pieces2"))
+def test_copies_made_as_one(ranks: RankPools, name: str, dtype: torch.dtype) -> None:
+    assert ranks(2)(together, name, dtype) == [True, True]
 
 
 def differing(here: Here) -> tuple[bool, int, bool]:

@@ -159,16 +159,14 @@ def forward_pass(
     sinks: torch.Tensor | None,
     expansion: Weights | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Agree on a forward pass with all ranks and run it; return what `run_forward` does.
-
-    Ranks may differ in whether they want the lse. Then all make the call again, as one where all do.
-    """
+    """Agree on a forward pass with all ranks and run it; return what `run_forward` does."""
     notes = (() if sinks is None else (SINKS,)) if expansion is None else (expansion.said,)
     try:
         executor = cp.executor(request, "forward", *notes)
     except Disagreement as found:
         if UNWANTED not in found.fields:
             raise
+        # Some ranks want the lse and some do not: all make the call again, as one where all do.
         executor = cp.executor(replace(request, wants_lse=True), "forward", *notes)
     return run_forward(executor, cp.active_trace, q, k, v, sinks, expansion=expansion)
 

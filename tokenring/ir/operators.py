@@ -80,5 +80,5 @@ ROW_DW = _backward_of(ROW, "dw", ("kv_partial",), ("kv",), ("c",))
 COLUMN_X = replace(COLUMN, name="column-x", pairs={**(COLUMN.pairs or {}), "forward": ("c", "a")})
 OPERATORS = {
     each.name: each
-    for each in (ATTENTION, ATTENTION_OUT, COLUMN, ROW, REDUCE, GATHER, COLUMN_DX, COLUMN_DW, COLUMN_X, ROW_DC, ROW_DW)
+    for each in (ATTENTION, COLUMN, ROW, REDUCE, GATHER, COLUMN_DX, COLUMN_DW, COLUMN_X, ROW_DC, ROW_DW, ATTENTION_OUT)
 }
