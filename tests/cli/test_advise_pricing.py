@@ -70,7 +70,7 @@ def test_gathered_blocks_are_computed_one_by_one() -> None:
 
 
 def test_the_own_block_is_computed_beside_a_gather() -> None:
-    """Hide as much by torch and xDiT as one block of eight takes, or the gather if that is less; by diffusers nothing."""
+    """Hide as much by torch and xDiT as one block of eight takes, or the gather, whichever is less."""
     waited, beside = (choice_seconds(call(), GATHER, each) for each in (BY_OPERATORS_WAITED, BY_OPERATORS_GATHERED))
     kernels = predict(make(call(), "ring"), call().setting).compute_seconds
     found = predict(make(call(), GATHER), call().setting)
