@@ -214,7 +214,7 @@ def test_a_given_schedule_and_plan(ranks: RankPools) -> None:
 
 
 def of_users(here: Here) -> tuple[bool, bool]:
-    """A Schedule and a Plan that users give: without lse too, and proved so."""
+    """A Schedule and a Plan that users give: without lse too, and proved so; one without lse trains all the same."""
     found, layout = [], make_layout("zigzag", 2, LENGTH)
     own = make_schedule("ulysses", layout, layout, parse_mask("full"))
     random = torch.Generator().manual_seed(7)
@@ -225,4 +225,10 @@ def of_users(here: Here) -> tuple[bool, bool]:
         with torch.no_grad():
             out, lean = tr.attention(q, k, v, cp), tr.plan(q, k, v, cp).schedule.operator == ATTENTION_OUT
         found.append(lean and torch.equal(out, tr.attention(q, k, v, cp)))
+    trained = [each.detach().requires_grad_() for each in (q, k, v)]
+    out = tr.attention(*trained, here.cp(schedule=without_lse(own)))
+    out.backward(torch.ones_like(out))
+    again = [each.detach().requires_grad_() for each in (q, k, v)]
+    tr.attention(*again, here.cp(schedule=own)).backward(torch.ones_like(out))
+    found[0] = found[0] and all(torch.equal(a.grad, b.grad) for a, b in zip(trained, again, strict=True))  # type: ignore[arg-type]
     return found[0], found[1]

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
-from tokenring.ir.passes import without_lse
+from tokenring.ir.passes import for_call
 from tokenring.planner.choosing.plan import Plan
 from tokenring.schedule.schedule import GivenSchedule, Schedule
 from tokenring.schedule.scheme import Scheme, build
@@ -43,12 +43,12 @@ def given_schedule(
 
 
 def _of_call(schedule: Schedule, request: Request, codecs: Codecs = ()) -> Schedule:
-    """Return the schedule as the call takes it, proved: encoded, and without an lse that nobody wants."""
+    """Return the schedule as the call takes it, proved: encoded, and with the lse or without it."""
     if codecs:
         from tokenring.ir.wire_formats import encoded
 
         schedule = encoded(schedule, codecs)
-    return (schedule if request.wants_lse else without_lse(schedule)).verify()
+    return for_call(schedule, request.wants_lse).verify()
 
 
 def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:

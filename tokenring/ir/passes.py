@@ -187,6 +187,13 @@ def _pairs(schedule: ScheduleData, tiles: list[Tile]) -> int:
     return sum(patch.pairs() for q, kv in units for patch in mask.region(q, kv))
 
 
+def for_call(schedule: S, wants_lse: bool) -> S:
+    """Return the schedule as calls take it that want the lse of their rows at home, or that do not."""
+    if wants_lse:
+        return schedule.replace(operator=ATTENTION) if schedule.operator == ATTENTION_OUT else schedule
+    return without_lse(schedule)
+
+
 def without_lse(schedule: S) -> S:
     """Return the schedule with results that go home without their lse, for calls that want none.
 

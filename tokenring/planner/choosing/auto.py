@@ -11,7 +11,7 @@ from types import MappingProxyType
 from tokenring.display.units import mb_text
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.gc_pause import no_collection
-from tokenring.ir.passes import without_lse
+from tokenring.ir.passes import for_call
 from tokenring.lowering.storage import storage_of
 from tokenring.lowering.target import Target
 from tokenring.planner.bounds.bound import Bound, lower_bound
@@ -386,7 +386,7 @@ def make_in_order(
     """
     layouts = call.q_layout, call.kv_layout
     made = named_schedule(name, call.setting.workload, *layouts, call.mask, order=order, wanted=wanted)
-    return made if call.wants_lse else without_lse(made)
+    return for_call(made, call.wants_lse)
 
 
 def order_of(net: Interconnect) -> tuple[int, ...] | None:

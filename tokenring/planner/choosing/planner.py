@@ -16,7 +16,7 @@ from tokenring.backends.table_keys import key_of
 from tokenring.display.console import cores
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.gc_pause import no_collection
-from tokenring.ir.passes import without_lse
+from tokenring.ir.passes import for_call
 from tokenring.ir.schedule_data import Pass
 from tokenring.launch.background import Background
 from tokenring.launch.groups import held
@@ -148,7 +148,7 @@ class Planner:
         call = replace(self._call(request, layouts, kernel, target), modes=modes or {}, progress=self._progress)
         found = plan_kept(call, os.environ)
         found = found if refine is None else refine(found, call)
-        return found if request.wants_lse else replace(found, schedule=without_lse(found.schedule))
+        return replace(found, schedule=for_call(found.schedule, request.wants_lse))
 
     def _call(
         self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, target: Target | None
@@ -285,7 +285,7 @@ class Planner:
                 made = schedule_in_parts(
                     named, request.workload, *layouts, request.mask, order=order, direction=direction
                 )
-            made = made if request.wants_lse else without_lse(made)
+            made = for_call(made, request.wants_lse)
         return Plan(made, request.workload, found["reason"], candidates, found["transport"])
 
 
