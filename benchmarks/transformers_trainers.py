@@ -6,10 +6,10 @@
 
 Trainer: batches of texts of several lengths, padded at the right. SFTTrainer: packed. The ranks form ranks / cp groups,
 which get batches of their own. --join: what joins gradients: DDP; FSDP2 over all ranks (fsdp2); FSDP2 over the ranks
-of cp, with a copy in each group (hsdp); both again, sharded as transformers loads the weights (native, native-hsdp);
-FSDP1 (fsdp1). accelerate wraps by FSDP on accelerators alone: here its state is told that processes of CPUs are some.
+of cp, with a copy in each group (hsdp); both again, sharded as transformers loads the weights (native, native-hsdp).
+accelerate wraps by FSDP on accelerators alone: here its state is told that processes of CPUs are some.
 --resume: the runs of several ranks save a checkpoint after half of their steps and end; new processes resume from it,
-with models of other weights; FSDP saves whole weights, or each rank its shards. That of one process goes through.
+with models of other weights; FSDP2 saves whole weights, or each rank its shards. That of one process goes through.
 Compares each step's loss and norm of gradients, and the loss of an evaluation at the end. AdamW forgives gradients
 that are wrong by a factor; the norm and --optim sgd do not. Needs transformers, accelerate and trl
 (docs/transformers.md). Tiny models with random weights; nothing is downloaded. Ends with 1 if a loss differs by more
@@ -34,7 +34,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO / each) for each in (".", "tests/support", "tests/fakes")]
 LOSS_LIMIT, NORM_LIMIT, STEPS = 1e-6, 1e-5, 20
 SEQUENCES = 4  # of a step, over all data-parallel groups
-JOINS = ("ddp", "fsdp1", "fsdp2", "hsdp", "native", "native-hsdp")
+JOINS = ("ddp", "fsdp2", "hsdp", "native", "native-hsdp")
 
 
 def main() -> int:
@@ -174,13 +174,10 @@ def settings(folder: str, given: argparse.Namespace) -> Any:
         "save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant", "optim": given.optim,
         "bf16": False, "prediction_loss_only": True, "gradient_accumulation_steps": given.accumulate,
     }  # fmt: skip
-    if join in ("fsdp1", "fsdp2", "hsdp") and world > 1:
+    if join in ("fsdp2", "hsdp") and world > 1:
         let_cpus_shard()
         kind = "SHARDED_STATE_DICT" if given.resume == "sharded" else "FULL_STATE_DICT"
         common |= {"fsdp": True, "fsdp_config": {"state_dict_type": kind}}
-        if join == "fsdp1":  # whose weights are the same on all ranks as they are made: accelerators alone send them
-            first = {"version": 1, "reshard_after_forward": "full_shard", "sync_module_states": "false"}
-            common["fsdp_config"] |= first
     if join == "hsdp" and world > 1:
         common["parallelism_config"] = ParallelismConfig(dp_replicate_size=world // given.cp, dp_shard_size=given.cp)
     if given.trainers[0] == "trainer":
