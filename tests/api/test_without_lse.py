@@ -225,10 +225,10 @@ def of_users(here: Here) -> tuple[bool, bool]:
         with torch.no_grad():
             out, lean = tr.attention(q, k, v, cp), tr.plan(q, k, v, cp).schedule.operator == ATTENTION_OUT
         found.append(lean and torch.equal(out, tr.attention(q, k, v, cp)))
-    trained = [each.detach().requires_grad_() for each in (q, k, v)]
-    out = tr.attention(*trained, here.cp(schedule=without_lse(own)))
-    out.backward(torch.ones_like(out))
-    again = [each.detach().requires_grad_() for each in (q, k, v)]
-    tr.attention(*again, here.cp(schedule=own)).backward(torch.ones_like(out))
-    found[0] = found[0] and all(torch.equal(a.grad, b.grad) for a, b in zip(trained, again, strict=True))  # type: ignore[arg-type]
-    return found[0], found[1]
+    one, other = (trained(here.cp(schedule=each), q, k, v) for each in (without_lse(own), own))
+    return found[0] and all(map(torch.equal, one, other)), found[1]
+
+
+def trained(cp: tr.ContextParallel, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    q, k, v = of = [each.detach().requires_grad_() for each in given]
+    return torch.autograd.grad(tr.attention(q, k, v, cp).square().sum(), of)
