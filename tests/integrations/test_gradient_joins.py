@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError
-from tokenring.integrations.gradient_joins import GradientReduction, add_up_gradients, check_joined
+from tokenring.integrations.gradient_joins import GradientReduction, add_up_gradients, check_joined, check_wrapped
 
 DP, CP = 2, 2
 
@@ -135,6 +135,26 @@ def added_up(here: Here) -> str:
 
 def test_gradients_are_not_joined_twice(ranks: RankPools) -> None:
     assert all("do not call add_up_gradients" in said for said in ranks(DP * CP)(added_up))
+
+
+def wrapped(here: Here) -> list[str]:
+    """What check_wrapped says of a model with and without what joins its gradients."""
+    meshes, _ = grid(here)
+    said = []
+    for model in (made(), torch.nn.parallel.DistributedDataParallel(made()), sharded(meshes["all"], layers=False)):
+        for each in (model, torch.nn.Sequential(model)):  # as torch.compile wraps it once more
+            try:
+                check_wrapped(each)
+                said.append("fine")
+            except ConfigurationError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_model_that_nothing_wraps_is_refused(ranks: RankPools) -> None:
+    for alone, alone_again, *joined_ones in ranks(DP * CP)(wrapped):
+        assert "neither DDP nor FSDP wraps the Sequential that trains" in alone and "train first" in alone_again
+        assert joined_ones == ["fine"] * 4
 
 
 def test_one_rank_joins_nothing() -> None:

@@ -79,9 +79,21 @@ def check_joined(
             )
 
 
+def check_wrapped(model: torch.nn.Module) -> None:
+    """Raise ConfigurationError unless DDP or FSDP wraps a model that a trainer trains over several ranks."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    joining = (torch.nn.parallel.DistributedDataParallel, *_kinds(fsdp, "FSDPModule", "FullyShardedDataParallel"))
+    if not any(isinstance(module, joining) for module in model.modules()):
+        raise ConfigurationError(
+            f"neither DDP nor FSDP wraps the {type(model).__name__} that trains, so nothing would join its gradients: "
+            f"accelerate leaves a model so that evaluate() or predict() had before train(); train first, evaluate by "
+            f"another trainer, or say eval_on_start=True"
+        )
+
+
 def _meshes_of_fsdp(model: torch.nn.Module) -> Iterator[Any]:
     """Yield the meshes over which FSDP2 joins gradients, each once."""
-    fsdp_module: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    fsdp_module = _kinds(sys.modules.get("torch.distributed.fsdp"), "FSDPModule")
     seen: list[Any] = []
     for module in model.modules():
         for mesh in _meshes_of(module) if isinstance(module, fsdp_module) else ():
@@ -105,8 +117,12 @@ def _meshes_of(module: Any) -> list[Any]:
 
 
 def _is_dtensor(x: torch.Tensor) -> bool:
-    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    return isinstance(x, kind)
+    return isinstance(x, _kinds(sys.modules.get("torch.distributed.tensor"), "DTensor"))
+
+
+def _kinds(module: Any, *names: str) -> tuple[type, ...]:
+    """Return classes of a module of torch's, without importing it: nothing is of them where nobody has."""
+    return tuple(kind for name in names if (kind := getattr(module, name, None)) is not None)
 
 
 def _local_part(x: Any) -> torch.Tensor:
