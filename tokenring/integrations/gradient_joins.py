@@ -1,7 +1,7 @@
 """Gradients of a model whose sequences are split over ranks: each rank has a share, which something must join.
 
-Either `add_up_gradients` adds them up, or DDP or FSDP over the same ranks takes their mean. DDP or FSDP over other ranks
-than the model was told of would train on wrong gradients in silence: `check_joined` finds that out.
+Either `add_up_gradients` adds them up, or DDP or FSDP over the same ranks takes their mean. Where they do otherwise
+than the model was told, it would train on wrong gradients in silence: `check_joined` finds that out.
 """
 
 from __future__ import annotations
