@@ -159,16 +159,22 @@ def forward_pass(
     sinks: torch.Tensor | None,
     expansion: Weights | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Agree on a forward pass with all ranks and run it; return what `run_forward` does."""
+    """Agree on a forward pass with all ranks and run it; return what `run_forward` does.
+
+    Ranks may differ in whether they want the lse. Then all make the call again, as one where all do.
+    """
     notes = (() if sinks is None else (SINKS,)) if expansion is None else (expansion.said,)
+
+    def run(asked: Request) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        executor = cp.executor(asked, "forward", *notes)
+        return run_forward(executor, cp.active_trace, q, k, v, sinks, expansion=expansion)
+
     try:
-        executor = cp.executor(request, "forward", *notes)
-    except Disagreement as found:
-        if UNWANTED not in found.fields:
+        return run(request)
+    except Disagreement as found:  # where transports defer, while it runs
+        if found.fields != {UNWANTED}:  # such as of a rank that refuses, which would not make it again
             raise
-        # Some ranks want the lse and some do not: all make the call again, as one where all do.
-        executor = cp.executor(replace(request, wants_lse=True), "forward", *notes)
-    return run_forward(executor, cp.active_trace, q, k, v, sinks, expansion=expansion)
+    return run(replace(request, wants_lse=True))
 
 
 def backward_pass(
