@@ -1,15 +1,15 @@
-"""Kernel "mc2" on emulated NPUs: both layers and passes against float64, what it takes, and what all ranks refuse."""
+"""Kernel "mc2" on emulated NPUs: both layers and passes against float64, by the vendor's operators alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from ascend import fused_linears, module
+from ascend import fused_linears
 from ascend.fused_linears import GATHER, SCATTER
 from ascend.hccl_ledger import ledger
 from ascend.hccl_ranks import fresh
@@ -19,6 +19,7 @@ from ranks import Here
 from test_linear import Given, Sizes, given, joined, unsplit
 
 import tokenring as tr
+from tokenring.api.fused import all_gather_matmul, matmul_reduce_scatter
 
 BF16 = torch.bfloat16
 SEVERAL = (2, 4)
@@ -120,3 +121,115 @@ def test_exact(npus: NpuPools, world: int, offer: str) -> None:
     for _, ran, gathered in parts:
         assert ran == {"column": [GATHER], "row": [SCATTER], "row backward": [GATHER], "column backward": [SCATTER]}
         assert gathered == 1
+
+
+# ---------- what a model asks for besides
+
+
+class Asked(NamedTuple):
+    """Of a layer: which of its two inputs want gradients, and what backward then runs, with how many gatherings."""
+
+    layer: str
+    x: bool
+    w: bool
+    runs: list[str]
+    gathered: int
+
+
+PARTLY = (
+    Asked("column", True, False, [SCATTER], 0), Asked("column", False, True, [], 1),
+    Asked("row", True, False, [GATHER], 0), Asked("row", False, True, [], 1),
+)  # fmt: skip
+
+
+def partly(here: Here, asked: Asked) -> dict[str, float]:
+    """Errors of the gradients that are wanted, beside float64."""
+    of = given(sizes_of(here.world_size), BF16)
+    w = of.w1 if asked.layer == "column" else of.w2
+    dim = 0 if asked.layer == "column" else 1
+    with parallel(here) as tp:
+        if asked.layer == "column":
+            x, dout = of.x, torch.nn.functional.linear(of.x, of.w1)
+            mine, layer, dims = part(x, tp, 1), tr.column_linear, (1, 2)
+        else:
+            x, dout = torch.nn.functional.linear(of.x, of.w1), of.dy
+            mine, layer, dims = part(x, tp, 2), tr.row_linear, (2, 1)
+        mine.requires_grad_(asked.x)
+        own = part(w, tp, dim).requires_grad_(asked.w)
+        out = layer(mine, own, tp)
+        fused_linears.calls.clear()
+        before = gathers()
+        torch.autograd.backward(out, part(dout, tp, dims[1]))
+        assert (called(), gathers() - before) == (asked.runs, asked.gathered)
+        flat_x, flat_d = x.double().flatten(0, 1), dout.double().flatten(0, 1)
+        wanted = {"x": (flat_d @ w.double()).view_as(x), "w": flat_d.t() @ flat_x}
+        found = {"x": (mine.grad, part(wanted["x"], tp, dims[0])), "w": (own.grad, part(wanted["w"], tp, dim))}
+        assert [each is not None for each, _ in found.values()] == [asked.x, asked.w]
+        return {name: relative_error(a.cpu(), b.cpu()) for name, (a, b) in found.items() if a is not None}
+
+
+@pytest.mark.parametrize("asked", PARTLY, ids=lambda each: f"{each.layer}, {'x' if each.x else 'w'}")
+def test_gradients_that_nobody_wants_cost_nothing(npus: NpuPools, asked: Asked) -> None:
+    assert all(error <= 8e-3 for each in npus(2)(partly, asked) for error in each.values())
+
+
+def into_main_grad(here: Here) -> float:
+    of = given(sizes_of(here.world_size), BF16)
+    with parallel(here) as tp:
+        w = part(of.w1, tp, 0).requires_grad_()
+        w.main_grad = torch.ones(w.shape, device="npu")  # type: ignore[attr-defined]
+        out = tr.column_linear(part(of.x, tp, 1), w, tp)
+        torch.autograd.backward(out, torch.ones_like(out))
+        assert w.grad is None
+        wanted = 1 + of.x.double().sum((0, 1)).expand(w.shape)
+        return relative_error(w.main_grad.cpu(), wanted)  # type: ignore[attr-defined]
+
+
+def test_gradients_of_weights_go_into_main_grad(npus: NpuPools) -> None:
+    assert max(npus(2)(into_main_grad)) <= 4e-3
+
+
+def expanded(here: Here) -> bool:
+    """The gradient of a sum is one number in memory, and a weight may be any view."""
+    of = given(sizes_of(here.world_size), BF16)
+    with parallel(here) as tp:
+        whole, x = part(of.w1, tp, 0), part(of.x, tp, 1).requires_grad_()
+        odd = torch.stack((whole, whole), 2)[..., 1].requires_grad_()
+        torch.autograd.backward(tr.row_linear(tr.column_linear(x, odd, tp), part(of.w2, tp, 1), tp).sum())
+        return x.grad is not None and bool(x.grad.cpu().isfinite().all())
+
+
+def test_tensors_of_any_strides(npus: NpuPools) -> None:
+    assert all(npus(2)(expanded))
+
+
+def compiled_operators(here: Here, keep: bool) -> tuple[list[str], list[float], bool]:
+    """What compiled graphs call, for two weights at once: [D, N] of any strides."""
+    of = given(sizes_of(here.world_size), BF16)
+    with parallel(here) as tp:
+        x, c = of.x.flatten(0, 1), torch.nn.functional.linear(of.x, of.w1).flatten(0, 1)
+        right = part(of.w1, tp, 0).t()
+        kept, made = all_gather_matmul(part(x, tp, 0), [right, right * 2], tp, keep)
+        y = matmul_reduce_scatter(part(c, tp, 1), part(of.w2, tp, 1).t(), tp)
+        wanted = x.double() @ right.cpu().double()
+        errors = [relative_error(each.cpu(), wanted * by) for each, by in zip(made, (1, 2), strict=True)]
+        errors.append(relative_error(y.cpu(), (c.double() @ of.w2.double().t()).chunk(tp.world_size)[tp.rank]))
+        return called(), errors, kept is not None and torch.equal(kept.cpu(), x)
+
+
+@pytest.mark.parametrize("keep", (True, False))
+def test_operators_of_compiled_graphs(npus: NpuPools, keep: bool) -> None:
+    for ran, errors, kept in npus(2)(compiled_operators, keep):
+        assert ran == [GATHER, SCATTER] and kept is keep
+        assert max(errors) <= 8e-3
+
+
+def collectives(here: Here) -> list[str]:
+    with parallel(here) as tp:
+        total = tr.all_reduce(torch.ones(8, device="npu"), tp)
+        assert total.cpu().equal(torch.full((8,), float(here.world_size)))
+        return called()
+
+
+def test_collectives_go_by_schedules(npus: NpuPools) -> None:
+    assert npus(2)(collectives) == [[], []]
