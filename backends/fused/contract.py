@@ -1,4 +1,4 @@
-"""What MC2 takes of a linear layer, as torch_npu and CANN say it: devices, ranks, dtypes and the length of sums.
+"""The contract of MC2, as torch_npu and CANN state it: devices, ranks, dtypes and the length of sums.
 
 Read in Ascend/op-plugin 517f2e7d: the pages docs/zh/custom_APIs/torch_npu/torch_npu-npu_all_gather_base_mm.md and
 torch_npu-npu_mm_reduce_scatter_base.md; the checks in op_plugin/ops/opapi/AllGatherBaseMatmulKernelNpuOpApi.cpp:53-72

@@ -74,7 +74,10 @@ class TensorParallel(Standing):
     Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds.
     """
 
-    _internal = frozenset(("begin", "box", "call", "collective", "group", "refusing", "request", "schedule_of", "turn"))
+    _internal = frozenset((
+        "begin", "box", "call", "check_kernel", "collective", "group", "pairs", "refusing", "request", "schedule_of",
+        "turn",
+    ))  # fmt: skip
 
     def __init__(
         self,

@@ -150,13 +150,13 @@ def partly(here: Here, asked: Asked) -> dict[str, float]:
     with parallel(here) as tp:
         if asked.layer == "column":
             x, dout = of.x, torch.nn.functional.linear(of.x, of.w1)
-            mine, layer, dims = part(x, tp, 1), tr.column_linear, (1, 2)
+            mine, dims = part(x, tp, 1), (1, 2)
         else:
             x, dout = torch.nn.functional.linear(of.x, of.w1), of.dy
-            mine, layer, dims = part(x, tp, 2), tr.row_linear, (2, 1)
+            mine, dims = part(x, tp, 2), (2, 1)
         mine.requires_grad_(asked.x)
         own = part(w, tp, dim).requires_grad_(asked.w)
-        out = layer(mine, own, tp)
+        out = (tr.column_linear if asked.layer == "column" else tr.row_linear)(mine, own, tp)
         fused_linears.calls.clear()
         before = gathers()
         torch.autograd.backward(out, part(dout, tp, dims[1]))

@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def asked(here: Here, what: str | None) -> tuple[list[int], str]:
+def asked(here: Here, what: str | None) -> tuple[list[list[int]], str]:
     """Shapes of what a call returns, or what is said of it."""
     fresh()
     fused_linears.install()
