@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 
 from tokenring.backends.devices import device_of
 from tokenring.backends.fused.contract import GATHER, ONE_DOMAIN, OPERATORS, generation, refusal
 from tokenring.backends.transports.hccl import FIRST_CONTACT, HcclTransport
 from tokenring.errors import UnsupportedError, one_line
+from tokenring.launch.groups import newer_collective
 
 if TYPE_CHECKING:
     from tokenring.backends.interfaces import Transport
@@ -136,8 +136,7 @@ class Mc2:
         """Return the rows [P·n, width] of all ranks, gathered in the same communicator behind what it has to do."""
         assert self._group is not None
         whole = rows.new_empty(self.ranks * rows.shape[0], rows.shape[1])
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the same, as 2.13 calls it
-        gather(whole, rows.contiguous(), group=self._group())
+        newer_collective("all_gather_single")(whole, rows.contiguous(), group=self._group())
         return whole
 
     def close(self) -> None:
