@@ -9,7 +9,8 @@ fused operator for dx where the weight has a gradient, but a product beside the 
 the other product.)
 
 Weights stay: the operators exchange rows alone. What they move when is theirs: no schedule is proved, and no bytes are
-counted in `sent_bytes`. HCCL adds the parts of y and dx up in the tensors' dtype.
+counted in `sent_bytes`. In which dtype the parts of y and dx are added up is not written; the emulation takes the least
+exact, the tensors' own.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection
 from numbers import Real
 from typing import TYPE_CHECKING, TypeGuard, cast
 
-import torch
-
 from tokenring.errors import ConfigurationError, TokenRingError, UnsupportedError
 from tokenring.schedule.schedule import GivenSchedule
 from tokenring.sequence.layout import AUTO, Layout, as_integer, read_name
@@ -71,6 +69,8 @@ def check_linear(
     schedule: object, topology: object, *, stays: object, partials: object, wire: str | None, kernel: object
 ) -> None:
     """Raise ConfigurationError unless this is what TensorParallel takes."""
+    import torch  # the doctor checks names without it
+
     from tokenring.lowering.backend_names import LINEAR_KERNELS
 
     if stays not in STAYS:
