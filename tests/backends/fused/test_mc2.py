@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ascend import fused_linears
+from ascend.device import host_waits
 from ascend.fused_linears import GATHER, SCATTER
 from ascend.hccl_ledger import ledger
 from ascend.hccl_ranks import fresh
@@ -187,6 +188,22 @@ def into_main_grad(here: Here) -> float:
 
 def test_gradients_of_weights_go_into_main_grad(npus: NpuPools) -> None:
     assert max(npus(2)(into_main_grad)) <= 4e-3
+
+
+def waiting(here: Here) -> list[str]:
+    """What the host waits for in both passes of both layers, once the ranks have met."""
+    of = given(sizes_of(here.world_size), BF16)
+    with parallel(here) as tp:
+        x, w1, w2 = (part(each, tp, dim).requires_grad_() for each, dim in ((of.x, 1), (of.w1, 0), (of.w2, 1)))
+        dy = part(of.dy, tp, 1)
+        for _ in range(2):
+            host_waits.clear()
+            torch.autograd.backward(tr.row_linear(tr.column_linear(x, w1, tp), w2, tp), dy)
+        return list(host_waits)
+
+
+def test_the_host_waits_for_nothing(npus: NpuPools) -> None:
+    assert npus(2)(waiting) == [[], []]
 
 
 def expanded(here: Here) -> bool:

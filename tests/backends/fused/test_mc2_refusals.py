@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from ascend.hccl_ranks import fresh
 from ascend.ranks import NpuPools
 from ascend.refusals import refuse
 from patience import patient
-from ranks import Here
+from ranks import Here, RankError
 from test_mc2 import BF16, called, group_of, parallel
 
 import tokenring as tr
@@ -172,6 +174,27 @@ def test_an_operator_that_fails_names_its_rank(npus: NpuPools) -> None:
     with npus.expendable(2) as some:
         (rank, _), (own, text) = some(fails)
     assert (rank, own) == (1, 1) and "ran the forward pass of a column layer by kernel 'mc2'" in text
+
+
+def goes(here: Here) -> None:
+    """Rank 1 is gone before the second layer."""
+    with parallel(here, timeout_seconds=patient(5.0)) as tp:
+        layer_of(tp)
+        if here.rank:
+            os._exit(0)
+        try:
+            layer_of(tp)
+        finally:
+            assert len(called()) == 1  # no operator was begun that nobody would join
+
+
+def test_a_rank_that_is_gone_is_named_before_an_operator_begins(npus: NpuPools) -> None:
+    with npus.expendable(2) as some, pytest.raises(RankError) as caught:
+        some(goes)
+    text = str(caught.value)
+    assert "rank 1: died with exit code 0" in text
+    assert re.search(r"PeerLost: rank 1 of 2 is lost: its process \(pid \d+ on .+?\) is gone", text), text
+    assert "AssertionError" not in text
 
 
 # ---------- code that falls into it
