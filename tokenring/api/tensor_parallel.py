@@ -245,8 +245,8 @@ class TensorParallel(Standing):
         from tokenring.launch.groups import HeldGroup
         from tokenring.lowering.backend_names import LINEAR_KERNELS, load
 
-        group = self._base.group
-        made: Mc2 = load("kernel", self.kernel, LINEAR_KERNELS)(None if group is None else HeldGroup(group))
+        of = None if self._base.group is None else HeldGroup(self._base.group)
+        made: Mc2 = load("kernel", self.kernel, LINEAR_KERNELS)(of)
         return made
 
     def _describe(self, request: LinearRequest, given: Given, direction: Pass) -> Description:
