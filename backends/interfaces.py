@@ -54,9 +54,10 @@ class Transport(ABC):
 
     @abstractmethod
     def prepare(self, links: Iterable[Link], device: torch.device) -> None:
-        """Connect for messages on these links, between tensors on this device; all ranks call it alike.
+        """Connect for messages on these links, between tensors on this device; all ranks call it together.
 
-        What is connected already stays so. Raises ConfigurationError for a device that it does not serve; PeerLost.
+        links: at least those of which this rank is an end; of each channel that any rank uses, one. What is connected
+        already stays so. Raises ConfigurationError for a device that it does not serve; PeerLost.
         """
 
     @abstractmethod

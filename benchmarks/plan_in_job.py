@@ -3,10 +3,10 @@
     python benchmarks/plan_in_job.py [--ranks 8 16 32 64 256] [--tokens 131072] [--preset hgx-h100] [--runs 1]
 
 Of all other ranks a stand-in answers as they would, at once. Time runs from when both processes have imported all
-until both have the plan, the schedule and their own programs of both passes: causal zigzag, 32:8 heads, forward and
-backward. Trials of kernels and verbs, memory and transports are apart. Then the same in two new processes, from the
-plan that the first two kept. Above what a job may have, the forecast of `tokenring plan` is timed, in one process.
-`programs`: how much of the seconds a rank's own part took, with both programs.
+until both have the plan, the schedule, their own programs of both passes and the links that these need: causal zigzag,
+32:8 heads, forward and backward. Trials of kernels and verbs, memory and transports are apart. Then the same in two new
+processes, from the plan that the first two kept. Above what a job may have, the forecast of `tokenring plan` is timed,
+in one process. `programs`: how much of the seconds a rank's own part took, with both programs and links.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,7 +34,7 @@ from tokenring.cli.plan.options import first_ranks, several_hosts  # noqa: E402
 from tokenring.ir.schedule_data import PASSES  # noqa: E402
 from tokenring.lowering.calls import anything  # noqa: E402
 from tokenring.lowering.lower import lower  # noqa: E402
-from tokenring.lowering.target import IDEAL  # noqa: E402
+from tokenring.lowering.target import IDEAL, Link  # noqa: E402
 from tokenring.planner.choosing.auto import CallToPlan, forecast_call  # noqa: E402
 from tokenring.planner.choosing.planner import Planner  # noqa: E402
 from tokenring.planner.interconnects.interconnect import Interconnect  # noqa: E402
@@ -41,6 +42,7 @@ from tokenring.planner.interconnects.wiring import interconnect_of  # noqa: E402
 from tokenring.planner.machines.machine import machine_of_preset  # noqa: E402
 from tokenring.planner.machines.presets import preset  # noqa: E402
 from tokenring.planner.simulation.predict import Setting  # noqa: E402
+from tokenring.runtime.message_groups import connect  # noqa: E402
 from tokenring.schedule.size_limits import JOB_RANKS  # noqa: E402
 from tokenring.sequence.layout import make_layout  # noqa: E402
 from tokenring.sequence.mask import Causal  # noqa: E402
@@ -71,9 +73,20 @@ class LinkOfTwo:
 
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
         """Gather the words of both, as `Transport.exchange_text`."""
-        self._link.send_bytes(text)
-        words = [text, self._link.recv_bytes()]
-        return [*(words if self.rank == 0 else words[::-1]), *[b""] * (self.world_size - 2)]
+        return self._with(b"", text)
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        """Gather the payloads of both, as `Transport.exchange`; the others say what rank 0 does."""
+        return self._with(payload, payload)
+
+    def prepare(self, needed: Iterable[Link], device: torch.device) -> None:
+        """Connect nobody: time of transports is apart."""
+        self.links = len(list(needed))
+
+    def _with(self, others: bytes, own: bytes) -> list[bytes]:
+        self._link.send_bytes(own)
+        words = [own, self._link.recv_bytes()]
+        return [*(words if self.rank == 0 else words[::-1]), *[others] * (self.world_size - 2)]
 
 
 class AnyKernel:
@@ -108,6 +121,7 @@ def one_rank(rank: int, ranks: int, options: argparse.Namespace, link: Connectio
     planned = time.perf_counter()
     for direction in PASSES:
         lower(found.schedule, rank, direction, size)
+        connect(cast(Transport, transport), found.schedule, direction, torch.device("cpu"))
     programs_seconds = time.perf_counter() - planned
     seconds, worked = time.perf_counter() - began, time.process_time() - worked
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

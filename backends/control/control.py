@@ -13,7 +13,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -74,7 +74,9 @@ class Control:
         self.members = self._introduce(meeting, transport)
         self.shared, self.why_not_shared = self._share(meeting, room_bytes(self.world_size))
         self.board: FailureBoard = self.shared or StoreFailureBoard(meeting.store, self.rank, self.world_size)
-        self.gather_apart: Gather | None = None  # how a transport exchanges where memory is not shared
+        # How a transport exchanges where memory is not shared: short payloads; and texts, of which all know the sizes.
+        self.gather_apart: Gather | None = None
+        self.texts_apart: Callable[[bytes, Sequence[int]], list[bytes]] | None = None
         self.broken: PeerLost | None = None
         self.closed = False
         self.progress: Callable[[], object] = lambda: None  # what a transport has to do while its rank waits
@@ -165,6 +167,11 @@ class Control:
     def exchange_text(self, text: bytes, what: str) -> list[bytes]:
         """Return what every rank says about `what`, by rank, in texts of any length, in several exchanges."""
         sizes = [int.from_bytes(each, "little") for each in self.exchange(len(text).to_bytes(8, "little"), what)]
+        if self.shared is None:
+            assert self.texts_apart is not None
+            self.check_usable()
+            with self._failing():
+                return self.texts_apart(text, sizes)
         parts: list[list[bytes]] = [[] for _ in sizes]
         for start in range(0, max(sizes), PAYLOAD_BYTES):
             for rank, part in enumerate(self.exchange(text[start : start + PAYLOAD_BYTES], what)):

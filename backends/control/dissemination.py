@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tokenring.backends.control.control import Control
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # Up to so many ranks agree in one round, whose messages leave before any others: those of a later round would wait for
 # what is queued before them on the same links.
 WAYS = 8
+PART_BYTES = 8192  # of a text that are sent at once: two parts fit any socket's buffer, so that no send waits
 
 
 class Apart:
@@ -25,7 +26,7 @@ class Apart:
 
     def __init__(self, control: Control, group: Held) -> None:
         self._control, self._sockets = control, PeerSockets(control, group)
-        control.gather_apart = weakly(self._gather)
+        control.gather_apart, control.texts_apart = weakly(self._gather), weakly(self._texts)
 
     @staticmethod
     def where_needed(control: Control, group: Held) -> Apart | None:
@@ -70,3 +71,17 @@ class Apart:
             self._sockets.send((rank + step) % world_size, said)
         backwards = [(rank - step) % world_size for step in steps]
         return lambda: {peer: self._sockets.recv(peer, len(said)) for peer in backwards}
+
+    def _texts(self, text: bytes, sizes: Sequence[int]) -> list[bytes]:
+        """Return the texts of all ranks, whose sizes in bytes all know: a rank without a text sends nothing."""
+        rank, world_size = self._control.rank, self._control.world_size
+        said = [bytearray() for _ in sizes]
+        for start in range(0, max(sizes), PART_BYTES):
+            part = text[start : start + PART_BYTES]
+            for step in range(1, world_size) if part else ():
+                self._sockets.send((rank + step) % world_size, part)
+            for step in range(1, world_size):
+                peer = (rank - step) % world_size
+                if (left := sizes[peer] - start) > 0:
+                    said[peer] += self._sockets.recv(peer, min(left, PART_BYTES))
+        return [text if peer == rank else bytes(each) for peer, each in enumerate(said)]

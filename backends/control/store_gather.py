@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -18,8 +19,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ROUND = "tokenring/round"  # at a group's store: how many times a meeting has failed
-GIVEN_UP = "\0given up"  # in place of what a rank brings, where somebody has waited for it in vain
+ALL_CAME = "[-1, []]"  # how a gathering ended: the rank that gave up waiting, and for whom
 STORE_SECONDS = 1.0  # how much longer than it should a store may take before it counts as dead
+
+
+class _End(NamedTuple):
+    """The end of a gathering: who waited for whom in vain, where somebody is missing."""
+
+    by: int
+    missing: list[int]
 
 
 class StoreSilent(Exception):
@@ -71,34 +79,29 @@ class StoreGather:
 
         Raises ConfigurationError, on every rank, where another exchanges something else.
         """
-        deadline = time.monotonic() + self.timeout_seconds
         self._gathered += 1  # ranks that differ in what it is about must meet, too: keys have its number
-        keys = [f"gathering {self._gathered}/{rank}" for rank in range(self.world_size)]
+        topic = f"gathering {self._gathered}"
+        keys, come, end = [f"{topic}/{rank}" for rank in range(self.world_size)], f"{topic}/come", f"{topic}/end"
 
-        def meet() -> tuple[list[str], list[int], bool]:
+        def meet() -> tuple[_End, list[str]]:
             self.store.set(keys[self.rank], f"{what}\n{text}")
-            found, missing = [], []
-            for rank, key in enumerate(keys):
-                try:
-                    left = max(0.01, deadline - time.monotonic())
-                    self.store.wait([key], timedelta(seconds=left))
-                    found.append(self.store.get(key).decode())
-                except dist.DistStoreError:
-                    missing.append(rank)
-            given_up = [rank for rank, each in enumerate(found) if each == GIVEN_UP] if not missing else []
-            if missing or given_up:
-                self._give_up([keys[rank] for rank in (self.rank, *missing)])
-            else:
-                forget(self.store, f"gathering {self._gathered}", keys, self.world_size)
-            return found, missing or given_up, not missing
+            if self.store.add(come, 1) == self.world_size:
+                self.store.compare_set(end, "", ALL_CAME)
+            how = self._end(end, keys)
+            if how.missing:
+                return how, []
+            found = [each.decode() for each in self.store.multi_get(keys)]
+            forget(self.store, topic, [*keys, come, end], self.world_size)
+            return how, found
 
-        found, missing, told = self._ask(meet, self.timeout_seconds)
-        if missing:
+        how, found = self._ask(meet, self.timeout_seconds)
+        if how.missing:
+            missing = [how.by] if self.rank in how.missing else how.missing  # a late rank misses who gave up
             names = ", ".join(map(str, missing))
-            how = f"did not come within {self.timeout_seconds:g} s"
-            how = "did not come in time, or gave up waiting," if told else how
+            waited = f"did not come within {self.timeout_seconds:g} s"
+            waited = waited if how.by == self.rank else "did not come in time, or gave up waiting,"
             raise PeerLost(
-                f"rank {names} of {self.world_size} {how} when the ranks met "
+                f"rank {names} of {self.world_size} {waited} when the ranks met "
                 f"to exchange {what}: every rank of the group must make its first call. Look at that rank's "
                 f"log first; if it is only slow, raise timeout_seconds of the context. The group can be used "
                 f"further: the ranks meet anew when all of them make a new context",
@@ -113,12 +116,29 @@ class StoreGather:
             )
         return list(texts)
 
-    def _give_up(self, keys: list[str]) -> None:
-        """Begin a new round for later meetings, as one rank does; ranks that wait for these keys hear at once."""
-        if self._all.add(f"tokenring/over/{self._round}", 1) == 1:
+    def _end(self, end: str, keys: list[str]) -> _End:
+        """Wait for the end of the gathering, one key that is written once, so that all ranks read the same.
+
+        Whoever comes last writes it, or whoever first has waited for too long. One key, and all texts in one request:
+        a request for each text would be as many as the square of the ranks, for which one process takes minutes.
+        """
+        with suppress(dist.DistStoreError):
+            self.store.wait([end], timedelta(seconds=self.timeout_seconds))
+            return _End(*json.loads(self.store.get(end)))
+        late = self._late(keys, 0)
+        how = json.loads(self.store.compare_set(end, "", json.dumps([self.rank, late]) if late else ALL_CAME))
+        if how == [self.rank, late] and self._all.add(f"tokenring/over/{self._round}", 1) == 1:
             self._all.add(ROUND, 1)
-        for key in keys:
-            self.store.set(key, GIVEN_UP)
+        return _End(*how)
+
+    def _late(self, keys: list[str], first: int) -> list[int]:
+        """Return the ranks whose keys are not there, by halves: few requests where few are late. first: its rank."""
+        if not keys or self.store.check(keys):
+            return []
+        if len(keys) == 1:
+            return [first]
+        half = len(keys) // 2
+        return self._late(keys[:half], first) + self._late(keys[half:], first + half)
 
     def _ask(self, function: Callable[[], T], seconds: float = 0.0) -> T:
         try:

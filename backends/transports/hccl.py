@@ -89,7 +89,7 @@ class HcclTransport(Accelerated):
         self._modes: dict[str, HcclTransport] = {}
         self._connected: set[tuple[str, int]] = set()  # lane and peer
         self._beside = self if beside is None else beside
-        self._linked, self._grouped = frozenset[Link](), frozenset[Ranks]()  # of all ranks
+        self._linked, self._grouped = frozenset[Link](), frozenset[Ranks]()  # this rank's, and some of others
         self._device: torch.device | None = None  # of the tensors that it moves
 
     @classmethod
@@ -162,7 +162,7 @@ class HcclTransport(Accelerated):
     def _allow(self, links: Iterable[Link] = (), groups: Iterable[Ranks] = ()) -> None:
         """Note new links and groups. Raises ConfigurationError where some rank gets too many communicators.
 
-        All ranks ask alike, and count for all: they refuse together.
+        All ranks ask together; each counts its own, and tells it: they refuse together.
         """
         before = self._linked, self._grouped
         self._linked, self._grouped = self._linked | frozenset(links), self._grouped | frozenset(groups)
@@ -171,7 +171,8 @@ class HcclTransport(Accelerated):
             return
         some = [self._beside, *self._beside._modes.values()]
         some += [] if self in some else [self]
-        found = max(sum(each._communicators(rank) for each in some) for rank in range(self.world_size))
+        mine = sum(each._communicators() for each in some).to_bytes(8, "little")
+        found = max(int.from_bytes(each, "little") for each in self.exchange(mine, "communicators"))
         if found > most:
             self._linked, self._grouped = before
             raise ConfigurationError(
@@ -180,9 +181,9 @@ class HcclTransport(Accelerated):
                 f"'auto', or 'hccl/batch', which has one for all ranks in each channel"
             )
 
-    def _communicators(self, rank: int) -> int:
-        """Count the communicators that it makes at a rank for all that was to be connected so far."""
-        return connections(self._linked, self.target, rank) + sum(rank in ranks for ranks in self._grouped)
+    def _communicators(self) -> int:
+        """Count the communicators that it makes at this rank for all that was to be connected so far."""
+        return connections(self._linked, self.target, self.rank) + sum(self.rank in ranks for ranks in self._grouped)
 
     def _touch(self, low: int, high: int, lane: str, device: torch.device) -> None:
         """Send a message of one byte, in the direction of the lane: to the higher rank where it has both."""

@@ -92,13 +92,13 @@ def run_large(here: Here, case: Case) -> tuple[Local, list[str], bool]:
             patch.setattr(module, limit, 1)
         transport, told = here.transport("shm"), list[str]()
         assert transport is not None
-        exchange = transport.exchange_text
+        exchange = transport.exchange
 
-        def exchanged(text: bytes, what: str) -> list[bytes]:
+        def exchanged(payload: bytes, what: str) -> list[bytes]:
             told.append(what)
-            return exchange(text, what)
+            return exchange(payload, what)
 
-        patch.setattr(transport, "exchange_text", exchanged)
+        patch.setattr(transport, "exchange", exchanged)
         cp = here.cp(layout=case.layout, schedule=case.schedule, transport=transport)
         found = compute(cp, case)
         q, k, v = (tr.shard(x, cp) for x in case.inputs()[:3])
@@ -106,7 +106,7 @@ def run_large(here: Here, case: Case) -> tuple[Local, list[str], bool]:
 
 
 @pytest.mark.parametrize("name", ["tokenring", "usp/2"])
-def test_ranks_tell_each_other_whom_they_send_to(name: str, ranks: RankPools) -> None:
+def test_ranks_tell_each_other_which_channels_they_use(name: str, ranks: RankPools) -> None:
     """As above 256 ranks, where none knows the whole schedule."""
     case = Case(4, name, "zigzag", "causal", 4, 2, 2, 16, torch.float32, None)
     found = ranks(4)(run_large, case)

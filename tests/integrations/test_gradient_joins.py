@@ -1,4 +1,4 @@
-"""Gradients of ranks that share sequences, beside FSDP2: joined once, or refused."""
+"""Gradients of ranks that share sequences, beside FSDP2 and DDP: joined once, or refused."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from ranks import Here, RankPools
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError
-from tokenring.integrations.gradient_joins import GradientReduction, add_up_gradients, check_joined
+from tokenring.integrations.gradient_joins import GradientReduction, add_up_gradients, check_joined, check_wrapped
 
 DP, CP = 2, 2
 
@@ -122,6 +123,44 @@ def test_a_trainer_wants_the_mean_of_all_ranks(over: str, fine: bool, ranks: Ran
         assert said == "fine" if fine else "which are not all of the ranks [0, 1, 2, 3]" in said
 
 
+def told_in_ddp(here: Here, over: str, gradients: GradientReduction, every: Any = None) -> list[str]:
+    """What check_joined says of a model in the forward pass of DDP over some ranks, and after it."""
+    meshes, cp = grid(here)
+    model, said = made(), []
+
+    def ask(*_: Any) -> None:
+        try:
+            check_joined(model, cp, gradients, every)
+            said.append("fine")
+        except ConfigurationError as error:
+            said.append(str(error))
+
+    model.register_forward_pre_hook(ask)
+    loss(DistributedDataParallel(model, process_group=meshes[over].get_group()), here.rank)
+    loss(DistributedDataParallel(torch.nn.Sequential(made())), here.rank)  # of another model
+    ask()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("over", "gradients", "every", "text"),
+    [
+        ("all", "mean", None, ""),
+        ("cp", "mean", None, ""),
+        ("dp", "sum", None, ""),
+        ("dp", "mean", None, "'mean', and DDP joins gradients over ranks [0, 2], which are not all of the ranks"),
+        ("cp", "sum", None, "'sum', and DDP joins gradients over ranks [0, 1], which holds ranks of cp [0, 1]"),
+        ("all", "sum", None, "'sum', and DDP joins gradients over ranks [0, 1, 2, 3]"),
+        ("cp", "mean", range(DP * CP), "DDP joins gradients over ranks [0, 1], which are not all of the ranks"),
+    ],
+)
+def test_ddp_that_does_not_join_them_so_is_refused(
+    over: str, gradients: GradientReduction, every: Any, text: str, ranks: RankPools
+) -> None:
+    within, after = ranks(DP * CP)(told_in_ddp, over, gradients, every)[0]
+    assert after == "fine" and (text in within if text else within == "fine")
+
+
 def added_up(here: Here) -> str:
     meshes, cp = grid(here)
     model = sharded(meshes["all"], layers=True)
@@ -135,6 +174,26 @@ def added_up(here: Here) -> str:
 
 def test_gradients_are_not_joined_twice(ranks: RankPools) -> None:
     assert all("do not call add_up_gradients" in said for said in ranks(DP * CP)(added_up))
+
+
+def wrapped(here: Here) -> list[str]:
+    """What check_wrapped says of a model with and without what joins its gradients."""
+    meshes, _ = grid(here)
+    said = []
+    for model in (made(), DistributedDataParallel(made()), sharded(meshes["all"], layers=False)):
+        for each in (model, torch.nn.Sequential(model)):  # as torch.compile wraps it once more
+            try:
+                check_wrapped(each)
+                said.append("fine")
+            except ConfigurationError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_model_that_nothing_wraps_is_refused(ranks: RankPools) -> None:
+    for alone, alone_again, *joined_ones in ranks(DP * CP)(wrapped):
+        assert "neither DDP nor FSDP wraps the Sequential that trains" in alone and "train first" in alone_again
+        assert joined_ones == ["fine"] * 4
 
 
 def test_one_rank_joins_nothing() -> None:

@@ -258,11 +258,12 @@ def test_models_and_calls_that_are_refused() -> None:
         with pytest.raises(UnsupportedError, match=text):
             check_model(given, False)
     nothing = SimpleNamespace(output_router_logits=False)
-    check_keywords(nothing, {"output_attentions": False, "past_key_values": None})
+    check_keywords(nothing, {"output_attentions": False, "past_key_values": None, "logits_to_keep": 0})
     for config, call, text in (
         (nothing, {"output_router_logits": True}, "balances experts"),
         (SimpleNamespace(output_attentions=True), {}, "output_attentions"),
         (nothing, {"past_key_values": object()}, "serving"),
+        (nothing, {"logits_to_keep": 1}, "the last of its own tokens"),
     ):
         with pytest.raises(UnsupportedError, match=text):
             check_keywords(config, call)
@@ -302,7 +303,7 @@ def model_of(here: Here) -> tuple[Any, Any]:
 def told(here: Here, changed: dict[str, Any], cut_first: bool = False) -> str:
     """What a rank hears of a call for which rank 1 has changed its batch."""
     calls, model = model_of(here)
-    whole = {"input_ids": TOKENS, "labels": TOKENS, "attention_mask": torch.ones_like(TOKENS), "logits_to_keep": 0}
+    whole = {"input_ids": TOKENS, "labels": TOKENS, "attention_mask": torch.ones_like(TOKENS), "return_dict": 0}
     batch = {**whole, **(changed if here.rank == 1 else {})}
     try:
         calls.before(model, (), cut_batch(batch, calls.cp, None) if cut_first else batch)
@@ -327,7 +328,7 @@ SHORT_BY_TWO[1, -2:] = 0
         ({"position_ids": torch.arange(LENGTH).repeat(2, 1)}, "position_ids"),
         ({"attention_mask": SHORT_BY_TWO, "labels": TOKENS.masked_fill(SHORT_BY_TWO == 0, -100)}, "attention_mask"),
         ({"num_items_in_batch": 5}, "num_items_in_batch"),
-        ({"logits_to_keep": 1}, "logits_to_keep"),
+        ({"return_dict": 1}, "return_dict"),
     ],
 )
 def test_ranks_with_different_batches_are_refused(

@@ -15,7 +15,9 @@ import pytest
 import torch
 from hf_families import make_batch, make_model, need
 from patience import patient
+from ranks import Here, RankPools
 from sampling import FULL_GRID
+from torch.nn.parallel import DistributedDataParallel
 
 import tokenring as tr
 from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
@@ -167,6 +169,33 @@ def test_models_that_training_makes_anew_are_changed(tmp_path: Path) -> None:
     stop_tokenring(made.model)
     with pytest.raises(ConfigurationError, match="the trainer's model is another than tokenring has changed"):
         made.train()
+
+
+class Bare(TokenRingTrainerMixin):
+    """The part of a trainer that cuts batches."""
+
+    def __init__(self, model: Any, cp: tr.ContextParallel) -> None:
+        self.model, self.tokenring, self._taken = model, cp, {"any_model": False, "any_version": False}
+        self._change(model)
+
+
+def cut_to_train(here: Here) -> tuple[str, ...]:
+    """What is said of a batch that a model trains on: without gradients, with DDP, and without it."""
+    made, batch, said = Bare(make_model("llama"), here.cp()), make_batch("dense"), []
+    for model, trains in ((made.model, False), (DistributedDataParallel(made.model), True), (made.model, True)):
+        try:
+            with torch.set_grad_enabled(trains):
+                made._prepare_context_parallel_inputs(model, batch)
+            said.append("fine")
+        except ConfigurationError as error:
+            said.append(str(error))
+    return tuple(said)
+
+
+def test_a_model_without_ddp_is_not_trained(ranks: RankPools) -> None:
+    """accelerate leaves it so after an evaluation: ranks then trained on gradients of their own tokens, in silence."""
+    for *fine, said in ranks(2)(cut_to_train):
+        assert fine == ["fine", "fine"] and "neither DDP nor FSDP wraps the LlamaForCausalLM that trains" in said
 
 
 def test_sizes_of_a_mesh() -> None:

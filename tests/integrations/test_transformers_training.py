@@ -17,6 +17,7 @@ from ranks import Here, RankPools
 from sampling import FULL_GRID
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import tokenring as tr
 from tokenring.errors import ConfigurationError, UnsupportedError
@@ -219,6 +220,25 @@ def told_under_fsdp(here: Here) -> str:
 def test_calls_that_train_refuse_fsdp_over_ranks_of_a_sum(ranks: RankPools) -> None:
     for said in ranks(2)(told_under_fsdp):
         assert "gradients='sum', and FSDP shards parameters over ranks [0, 1]" in said
+
+
+def under_ddp(here: Here, joined: Literal["sum", "mean"]) -> str:
+    """Return the largest error of gradients that DDP joins, or what the call says."""
+    model, batch = use_tokenring(make_model("llama"), here.cp(), gradients=joined), make_batch("dense")
+    wrapped = DistributedDataParallel(model)  # which joins nothing once it is gone
+    try:
+        wrapped(**batch).loss.backward()
+    except ConfigurationError as error:
+        return str(error)
+    return str(largest_error(gradients(model), alone(make_model("llama"), batch)[1])[0])
+
+
+def test_ddp_takes_means(ranks: RankPools) -> None:
+    """With "sum" its gradients were too small by the number of ranks, in silence."""
+    found = [float(error) for error in ranks(2)(under_ddp, "mean")]
+    assert max(found) <= EXACT
+    for said in ranks(2)(under_ddp, "sum"):
+        assert "gradients='sum', and DDP joins gradients over ranks [0, 1]" in said
 
 
 def test_masks_that_are_read() -> None:

@@ -1,7 +1,7 @@
 """Gradients of a model whose sequences are split over ranks: each rank has a share, which something must join.
 
-Either `add_up_gradients` adds them up, or DDP or FSDP over the same ranks takes their mean. FSDP over other ranks than
-the model was told of would train on wrong gradients in silence: `check_joined` finds that out.
+Either `add_up_gradients` adds them up, or DDP or FSDP over the same ranks takes their mean. Where they do otherwise
+than the model was told, it would train on wrong gradients in silence: `check_joined` finds that out.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from tokenring.api.context import ContextParallel
 from tokenring.errors import ConfigurationError
@@ -48,40 +49,61 @@ def add_up_gradients(model: torch.nn.Module, cp: ContextParallel) -> None:
 def check_joined(
     model: torch.nn.Module, cp: ContextParallel, gradients: GradientReduction, every: Sequence[int] | None = None
 ) -> None:
-    """Raise ConfigurationError where FSDP2 does not join the gradients of model as `gradients` says.
+    """Raise ConfigurationError where FSDP2, or DDP, does not join the gradients of model as `gradients` says.
 
-    "mean": FSDP2 must shard, or hold copies of, each parameter over all ranks of cp, or all of `every`, for a trainer
-    that wants their mean; "sum": over no two of those of cp.
+    "mean": what FSDP2 shards must lie, or have copies, on all ranks of cp, or on all of `every`, for a trainer that
+    wants their mean, and DDP must span these; "sum": no two of those of cp. DDP is seen in its forward pass.
     """
     if cp.world_size == 1:
         return
     wanted = set(dist.get_process_group_ranks(cp.group))
-    for mesh in _meshes_of_fsdp(model):
-        held = set(mesh.mesh.flatten().tolist())
+    for how, held in _joining(model):
         if gradients == "mean" and every is not None and not set(every) <= held:
             raise ConfigurationError(
-                f"FSDP shards parameters over ranks {sorted(held)}, which are not all of the ranks {sorted(every)}: "
-                f"gradients of the others would never be joined. Let the trainer shard them, by fsdp=True, or shard "
-                f"over all ranks"
+                f"{how} over ranks {sorted(held)}, which are not all of the ranks {sorted(every)}: gradients of the "
+                f"others would never be joined. Let the trainer wrap the model, with fsdp=True where it is to shard "
+                f"parameters, or shard over all ranks"
             )
         if gradients == "mean" and not wanted <= held:
             raise ConfigurationError(
-                f"gradients='mean', and FSDP shards parameters over ranks {sorted(held)}, which are not all of the "
-                f"ranks {sorted(wanted)} of cp: their gradients would never be joined. Shard over both, as "
+                f"gradients='mean', and {how} over ranks {sorted(held)}, which are not all of the ranks "
+                f"{sorted(wanted)} of cp: their gradients would never be joined. Shard or wrap over both, as "
                 f'fully_shard(model, mesh=mesh["dp", "cp"]._flatten("dp_cp")), or say gradients=\'sum\' and call '
                 f"add_up_gradients(model, cp) before each step"
             )
         if gradients == "sum" and len(wanted & held) > 1:
             raise ConfigurationError(
-                f"gradients='sum', and FSDP shards parameters over ranks {sorted(held)}, which holds ranks of cp "
+                f"gradients='sum', and {how} over ranks {sorted(held)}, which holds ranks of cp "
                 f"{sorted(wanted & held)}: it takes the mean of their gradients. Say gradients='mean' when you call "
                 f"use_tokenring, and do not call add_up_gradients"
             )
 
 
+def check_wrapped(model: torch.nn.Module) -> None:
+    """Raise ConfigurationError unless DDP or FSDP wraps a model that a trainer trains over several ranks."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    joining = (DistributedDataParallel, *_kinds(fsdp, "FSDPModule", "FullyShardedDataParallel"))
+    if not any(isinstance(module, joining) for module in model.modules()):
+        raise ConfigurationError(
+            f"neither DDP nor FSDP wraps the {type(model).__name__} that trains, so nothing would join its gradients: "
+            f"accelerate leaves a model so that evaluate() or predict() had before train(); train first, evaluate by "
+            f"another trainer, or say eval_on_start=True"
+        )
+
+
+def _joining(model: torch.nn.Module) -> Iterator[tuple[str, set[int]]]:
+    """Yield what joins gradients of a model, and the ranks over which it does."""
+    for mesh in _meshes_of_fsdp(model):
+        yield "FSDP shards parameters", set(mesh.mesh.flatten().tolist())
+    running: Any = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()  # private
+    ddp = model if isinstance(model, DistributedDataParallel) else running
+    if ddp is not None and any(each is model for each in ddp.modules()):
+        yield "DDP joins gradients", set(dist.get_process_group_ranks(ddp.process_group))
+
+
 def _meshes_of_fsdp(model: torch.nn.Module) -> Iterator[Any]:
     """Yield the meshes over which FSDP2 joins gradients, each once."""
-    fsdp_module: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    fsdp_module = _kinds(sys.modules.get("torch.distributed.fsdp"), "FSDPModule")
     seen: list[Any] = []
     for module in model.modules():
         for mesh in _meshes_of(module) if isinstance(module, fsdp_module) else ():
@@ -105,8 +127,12 @@ def _meshes_of(module: Any) -> list[Any]:
 
 
 def _is_dtensor(x: torch.Tensor) -> bool:
-    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    return isinstance(x, kind)
+    return isinstance(x, _kinds(sys.modules.get("torch.distributed.tensor"), "DTensor"))
+
+
+def _kinds(module: Any, *names: str) -> tuple[type, ...]:
+    """Return classes of a module of torch's, without importing it: nothing is of them where nobody has."""
+    return tuple(kind for name in names if (kind := getattr(module, name, None)) is not None)
 
 
 def _local_part(x: Any) -> torch.Tensor:

@@ -6,7 +6,6 @@ want to know beside single messages: where all go, which begin together.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from tokenring.backends.interfaces import Transport, Work
+from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.lowering.program import ALL_GATHER, BUNDLE, Collective, Instruction, Pack, Program, Recv, Send, Wait
 from tokenring.lowering.target import Contacts, beyond, contacts, links
 from tokenring.runtime.call import ActiveCall, Step
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tokenring.ir.schedule_data import Pass, ScheduleData
 
 COUNTED_RANKS = 256  # of which each finds the links of all by itself; of more, that takes seconds
+CHANNELS = (REQUESTS, PARTIALS)
+RANK_BYTES = 4
 
 T = TypeVar("T")
 Data = Callable[[ActiveCall], torch.Tensor]  # a message's bytes, wherever they lie
@@ -36,7 +38,7 @@ def connect(transport: Transport, schedule: ScheduleData, direction: Pass, devic
     Raises ConfigurationError, PeerLost, and ScheduleError if that proof fails.
     """
     large = schedule.world_size > COUNTED_RANKS and not transport.target.needs_all
-    needed = _told(transport, schedule, direction) if large else contacts(schedule, transport.target, (direction,))
+    needed = _own(transport, schedule, direction) if large else contacts(schedule, transport.target, (direction,))
     transport.prepare(needed.links, device)
     target = transport.target if needed.groups else replace(transport.target, collectives=False)
     if beyond(target) or target.batching:  # else its programs were proved with the schedule
@@ -47,12 +49,27 @@ def connect(transport: Transport, schedule: ScheduleData, direction: Pass, devic
         transport.prepare_groups(needed.groups, device)
 
 
-def _told(transport: Transport, schedule: ScheduleData, direction: Pass) -> Contacts:
-    """Return the links of all ranks, of which each tells its own: it knows no more than its part of the schedule."""
-    mine = links(schedule.of_rank(transport.rank), (direction,))
-    own = sorted((dst, channel) for src, dst, channel in mine if src == transport.rank)
-    said = transport.exchange_text(json.dumps(own).encode(), "the connections")
-    return Contacts(frozenset((src, dst, channel) for src, to in enumerate(said) for dst, channel in json.loads(to)))
+def _own(transport: Transport, schedule: ScheduleData, direction: Pass) -> Contacts:
+    """Return the links of which this rank is an end, and in each channel one of each rank that sends there.
+
+    It knows no more than its part of the schedule. Ranks without a link in a channel hear by it that others have some:
+    where a transport makes one communicator for a channel, all ranks must come.
+    """
+    own = {each for each in links(schedule.of_rank(transport.rank), (direction,)) if transport.rank in each[:2]}
+    word = first_sends(schedule, transport.rank, direction)
+    for src, said in enumerate(transport.exchange(word, "the connections")):
+        for at, channel in enumerate(CHANNELS):
+            dst = int.from_bytes(said[at * RANK_BYTES : (at + 1) * RANK_BYTES], "little")
+            if dst != src:
+                own.add((src, dst, channel))
+    return Contacts(frozenset(own))
+
+
+def first_sends(schedule: ScheduleData, rank: int, direction: Pass) -> bytes:
+    """Return the first rank to which a rank sends in each channel, as it tells others; itself where there is none."""
+    own = [each for each in links(schedule.of_rank(rank), (direction,)) if each[0] == rank]
+    first = (min((dst for _, dst, of in own if of == channel), default=rank) for channel in CHANNELS)
+    return b"".join(each.to_bytes(RANK_BYTES, "little") for each in first)
 
 
 class Collectives:

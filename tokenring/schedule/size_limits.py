@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenring.errors import ConfigurationError
 
 MADE_RANKS = 256  # of a schedule that is made and proved: half a minute, which grows with the square
-JOB_RANKS = 1024  # planned for in a job: every rank holds the links of all, up to the square of their number
+JOB_RANKS = 4096  # planned for in a job, each with its own part: the most for which that was measured
 MADE_TILES = 1 << 18  # as a ring of so many ranks has, of two chunks each
 GROUPS_AS_ONE = 8  # head groups, each at fewer ranks, that take as long as one everywhere (measured: ulysses, ring)
 

@@ -49,13 +49,14 @@ class Alone:
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.world_size = rank, ranks
         self.gather_apart: Callable[[bytes], Callable[[], list[bytes]]] | None = None
+        self.texts_apart: Callable[[bytes, list[int]], list[bytes]] | None = None
 
 
 @pytest.fixture
 def exchanged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[list[bytes]], Counter[int]]]:
     """What each rank heard, when each said what is given; and how many messages each sent."""
 
-    def run(said: list[bytes], times: int = 1) -> tuple[list[list[bytes]], Counter[int]]:
+    def run(said: list[bytes], times: int = 1, texts: bool = False) -> tuple[list[list[bytes]], Counter[int]]:
         wire, heard = Wire(len(said)), [[b""]] * len(said)
         failed: list[Exception] = []
         monkeypatch.setattr(apart, "PeerSockets", lambda control, group: Ends(wire, control.rank))
@@ -63,10 +64,12 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[list[
         def one(rank: int) -> None:
             control = Alone(rank, len(said))
             made = Apart(control, None)  # type: ignore[arg-type]
-            assert control.gather_apart is not None
+            assert control.gather_apart is not None and control.texts_apart is not None
+            sizes = [len(each) for each in said]
             try:
                 for _ in range(times):
-                    heard[rank] = control.gather_apart(said[rank])()
+                    gather, tell = control.gather_apart, control.texts_apart
+                    heard[rank] = tell(said[rank], sizes) if texts else gather(said[rank])()
             except Exception as error:
                 failed.append(error)
             del made
@@ -115,6 +118,16 @@ def test_all_say_something_else(exchanged: Any) -> None:
     said = [bytes([rank]) for rank in range(9)]
     heard, _ = exchanged(said)
     assert heard == [said] * 9
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 0), (0, 0, 0), (1, 8, 9), (8, 16, 17, 0, 3), (40,), (24, 0)])
+def test_texts_of_any_length(sizes: tuple[int, ...], exchanged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of 8 bytes; who has nothing to say sends nothing."""
+    monkeypatch.setattr(apart, "PART_BYTES", 8)
+    said = [bytes(range(10 * rank, 10 * rank + size)) for rank, size in enumerate(sizes)]
+    heard, sent = exchanged(said, times=2, texts=True)
+    assert heard == [said] * len(sizes)
+    assert [sent[rank] for rank in range(len(sizes))] == [2 * (len(sizes) - 1) * -(-size // 8) for size in sizes]
 
 
 def test_a_difference_that_is_not_passed_on_is_noticed(exchanged: Any, monkeypatch: pytest.MonkeyPatch) -> None:

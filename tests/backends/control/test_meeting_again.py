@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-import uuid
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +96,60 @@ def test_who_still_waits_hears_that_it_is_over(ranks: RankPools) -> None:
     assert "rank 1 of 3 did not come in time, or gave up waiting," in said[2]
 
 
+class Counting:
+    """A store that counts what one rank asks of it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.asked = store, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*given: Any) -> Any:
+            self.asked[name] += 1
+            return getattr(self._store, name)(*given)
+
+        return ask
+
+
+def test_requests_of_a_rank_do_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process answers all of them; only the last rank's, which deletes, grow."""
+
+    def asked(ranks: int) -> list[Counter[str]]:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+
+        class Seen:
+            def __init__(self, rank: int) -> None:
+                self.rank, self.world_size = rank, ranks
+
+            def store(self) -> Any:
+                return store
+
+        monkeypatch.setattr(meetings, "held", Seen)
+        meeting = [StoreGather(rank, 20.0) for rank in range(ranks)]  # type: ignore[arg-type]
+        stores = [Counting(each.store) for each in meeting]
+        for each, counting in zip(meeting, stores, strict=True):
+            each.store = counting  # type: ignore[assignment]
+        with ThreadPoolExecutor(ranks) as pool:
+            heard = list(pool.map(lambda each: each.gather("names", f"rank {each.rank}"), meeting))
+        assert heard == [[f"rank {rank}" for rank in range(ranks)]] * ranks
+        return [each.asked for each in stores]
+
+    usual = Counter(set=1, add=2, wait=1, get=1, multi_get=1)
+    last = Counter(compare_set=1, delete_key=24 + 3)  # of who comes last, and of who has heard of all last
+    for each in asked(24):
+        assert usual <= each <= usual + last
+
+
+@pytest.mark.parametrize("late", [(), (0,), (6,), (2, 3), (0, 1, 2, 3, 4, 5, 6)])
+def test_who_is_late_is_found_by_halves(late: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(meetings, "held", lambda rank: SimpleNamespace(rank=rank, world_size=7, store=lambda: store))
+    meeting = StoreGather(0, 1.0)  # type: ignore[arg-type]
+    keys = [f"key {rank}" for rank in range(7)]
+    for rank in set(range(7)) - set(late):
+        meeting.store.set(keys[rank], "")
+    assert meeting._late(keys, 0) == list(late)
+
+
 def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """All who wait in vain begin one new round together; texts of the old one are not read in it."""
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
@@ -107,15 +163,14 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(meetings, "held", Seen)
     early = [StoreGather(rank, 0.1) for rank in (0, 2)]  # type: ignore[arg-type]
-    old = uuid.uuid4().hex
     for each in early:
         with pytest.raises(PeerLost):
-            each.gather("names", old)
-    assert all(old.encode() not in store.get(f"tokenring/0.1/gathering 1/{rank}") for rank in (0, 2))
+            each.gather("names", "old")
     later = [StoreGather(rank, 0.1) for rank in (0, 1, 2)]  # type: ignore[arg-type]
     assert {each._round for each in early} == {0} and {each._round for each in later} == {1}
     with pytest.raises(PeerLost) as caught:
         later[1].gather("names", "new")
-    assert caught.value.rank == 0 and store.get("tokenring/1.1/gathering 1/0") == meetings.GIVEN_UP.encode()
-    waited = store.get("tokenring/0.1/gathering 1/1")
-    assert waited == meetings.GIVEN_UP.encode(), "who still waited for it would not hear"
+    assert caught.value.rank == 0
+    with pytest.raises(PeerLost, match="rank 1 of 3 did not come in time, or gave up waiting"):
+        later[0].gather("names", "new")  # of the same end, by rank 1: it is the late one
+    assert [store.get(f"tokenring/{each}.1/gathering 1/end") for each in (0, 1)] == [b"[0, [1, 2]]", b"[1, [0, 2]]"]

@@ -22,6 +22,7 @@ from tokenring.backends.transports import hccl, hccl_environment
 from tokenring.backends.transports.hccl import HcclTransport
 from tokenring.backends.transports.hccl_batches import HcclBatchTransport
 from tokenring.backends.transports.hccl_environment import check_environment, most_communicators, retries
+from tokenring.ir.schedule_data import REQUESTS
 from tokenring.lowering.backend_names import transport_target
 from tokenring.lowering.footprint import most_connected
 
@@ -172,6 +173,25 @@ def test_what_cannot_keep_to_it_is_refused_by_all(npus: NpuPools, schedule: str,
     assert len(set(found)) == 1
     assert "communicators on a rank for these schedules: HCCL_OP_RETRY_ENABLE is on" in found[0]
     assert 'Set HCCL_OP_RETRY_ENABLE="L1:0,L2:0", or take transport' in found[0]
+
+
+def connected_to_own(here: Here) -> str:
+    """Rank 0 alone is an end of all links; each rank knows only those of which it is an end."""
+    fresh()
+    others = range(1, here.world_size)
+    own = [(0, peer, REQUESTS) for peer in others if here.rank in (0, peer)]
+    with machine(A3, **{RETRY: ON}), context(CASE, None, transport="hccl") as cp:
+        transport = cp.transport_for(torch.device("npu"))
+        assert transport is not None
+        with pytest.raises(ConfigurationError) as caught:
+            transport.prepare(own, torch.device("npu:0"))
+        assert ledger.communicators == []
+    return str(caught.value)
+
+
+def test_all_refuse_what_is_too_much_at_one_rank(npus: NpuPools) -> None:
+    found = npus(8)(connected_to_own)
+    assert len(set(found)) == 1 and "would take 7 communicators on a rank" in found[0]
 
 
 @pytest.mark.parametrize("schedule", ["direct-q", "auto:direct-q"])

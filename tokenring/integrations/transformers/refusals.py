@@ -21,6 +21,7 @@ HARMLESS = frozenset((
 ))  # fmt: skip
 BY_LENGTH = ("longrope", "dynamic")  # types of rotary embeddings with other frequencies beyond the original length
 WHY = {
+    "logits_to_keep": "each rank would keep the last of its own tokens; leave it out, and pick from the logits",
     "output_attentions": "no rank has the weights of all tokens",
     "output_router_logits": "the loss that balances experts is not a sum over tokens; set it to False",
     "past_key_values": "a cache holds the tokens of all ranks; for generation take "
@@ -70,7 +71,7 @@ def check_keywords(config: Any, batch: Mapping[str, Any]) -> None:
         wanted = batch.get(name)
         if wanted is None and name != "past_key_values":
             wanted = getattr(config, name, False) or getattr(text, name, False)
-        if wanted is not None and wanted is not False:
+        if wanted is not None and not (isinstance(wanted, int) and wanted == 0):  # False is 0, too
             raise UnsupportedError(f"{name} is not supported under context parallelism: {why}")
 
 

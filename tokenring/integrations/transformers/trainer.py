@@ -17,12 +17,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.integrations.gradient_joins import check_wrapped
 from tokenring.integrations.transformers.batches import BATCH, cut_batch
 from tokenring.integrations.transformers.refusals import check_keywords
 from tokenring.integrations.transformers.training import HELD, change_model
@@ -59,7 +61,7 @@ class TokenRingTrainerMixin:
     Raises UnsupportedError for versions of transformers, accelerate and trl that were not run, label smoothing, own
     loss functions, accelerate's own context parallelism, DeepSpeed, tensor and pipeline parallelism, and evaluation
     that wants logits; ConfigurationError for ranks that are no neighbours, and in steps for FSDP2 over other ranks than
-    all; BackendUnavailable without accelerate.
+    all, and a model that neither DDP nor FSDP wraps; BackendUnavailable without accelerate.
     """
 
     accelerator: Any
@@ -120,6 +122,8 @@ class TokenRingTrainerMixin:
                     "the trainer's model is another than tokenring has changed, or was given its attention back: make "
                     "a trainer for each model, or give it model_init"
                 )
+            if self.tokenring.world_size > 1 and torch.is_grad_enabled():
+                check_wrapped(model)
             check_keywords(changed.config, inputs)
         return nullcontext, cut_batch(inputs, self.tokenring, changed.config)
 

@@ -50,7 +50,7 @@ def use_tokenring(
     model: as transformers makes it; change it before DDP or FSDP wraps it. It is changed in place, and returned. It has
     copies of its configs until `stop_tokenring`, so that models which share them keep their attention.
     gradients: what becomes of the ranks' gradients. "sum": `add_up_gradients`, or your own all-reduce. "mean": DDP or
-    FSDP over these ranks, and over others too. Calls refuse FSDP2 over ranks that do not agree with it.
+    FSDP over these ranks, and over others too. Calls refuse DDP and FSDP2 over ranks that do not agree with it.
     any_model, any_version: take families and versions of transformers that were not compared with one process.
 
     A call of the model takes what it takes in one process (`cut_batch` says which of it), the same on every rank of cp.

@@ -9,7 +9,8 @@ to find the same layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from random import Random
 
@@ -217,13 +218,9 @@ def _evened(demand: Demand, owners: Sequence[int], world_size: int, most_pairs: 
     loads = [sum(pairs[chunk] for chunk in some) for some in held]
     while (load := max(loads)) > most_pairs:
         rank = loads.index(load)
-        swaps = [
-            (max(load - pairs[mine] + pairs[theirs], loads[other] + pairs[mine] - pairs[theirs]), mine, theirs)
-            for other in range(world_size)
-            for mine in held[rank]
-            for theirs in held[other]
-        ]
-        most, mine, theirs = min(swaps)
+        most, mine, theirs = min(
+            swap for other in range(world_size) for swap in _evenest(pairs, held[rank], load, held[other], loads[other])
+        )
         if most >= load:
             break
         other = owners[theirs]
@@ -232,6 +229,23 @@ def _evened(demand: Demand, owners: Sequence[int], world_size: int, most_pairs: 
             held[each][held[each].index(gone)] = come
             loads[each] += pairs[come] - pairs[gone]
     return owners
+
+
+def _evenest(
+    pairs: Sequence[int], held: list[int], load: int, others: list[int], other_load: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield what either of two ranks has at most after the swaps that even them most, for each chunk of the first.
+
+    These bring it as near as can be to the middle of both, from above or from below.
+    """
+    chunk_of: dict[int, int] = {}  # the first of those that are as much work
+    for chunk in sorted(others, reverse=True):
+        chunk_of[pairs[chunk]] = chunk
+    sizes = sorted(chunk_of)
+    for mine in held:
+        at = bisect_left(sizes, pairs[mine] - (load - other_load) / 2)
+        for size in sizes[max(0, at - 1) : at + 1]:
+            yield max(load - pairs[mine] + size, other_load + pairs[mine] - size), mine, chunk_of[size]
 
 
 def _improved(now: Assignment, swaps: int, random: Random) -> list[int]:

@@ -74,9 +74,10 @@ class SwapScores:
         needed_without = torch.mm(holds, self._without.T)
         # How many other ranks need a chunk's rows, in chunks.
         wanted = ranks.sum(0) - (ranks * holds).sum(0)
+        # What each rank (a line) sends to others than each (a column).
         sent = _floats(
-            (of.sent[a] - of.moved[b][a]) / self._grains for a in range(self._ranks) for b in range(self._ranks)
-        ).view(self._ranks, self._ranks)
+            (had - moved) / self._grains for line in of.moved for had, moved in zip(of.sent, line, strict=True)
+        ).view(self._ranks, self._ranks).T
         sent_here, sent_there = (each.index_select(1, self._owners) for each in (sent, sent.T))
         self._by_rank = torch.stack(
             (self._size - needed, elsewhere.expand_as(needed), needed_without - ranks + wanted + sent_here,

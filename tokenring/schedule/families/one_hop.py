@@ -47,13 +47,15 @@ def packed(world_size: int, groups: int) -> Scheme:
         """Return when a rank's head group is due: it computes one while the next is on its way."""
         return 1 + heads - first[rank]
 
+    due_at = [[(rank, due(heads, rank)) for rank in ranks] for heads, ranks in enumerate(ranks_of)]
+
     def gather_q(origin: Origin) -> tuple[Hop, ...]:
         rank = rank_of(origin.heads, origin.owner)
         return to(rank, origin, due=due(origin.heads, rank))
 
     def gather_kv(origin: Origin) -> tuple[Hop, ...]:
-        owner, heads = origin.owner, origin.heads
-        return tuple(Hop(0, owner, rank, due(heads, rank)) for rank in ranks_of[heads] if rank != owner)
+        owner = origin.owner
+        return tuple([Hop(0, owner, rank, when) for rank, when in due_at[origin.heads] if rank != owner])
 
     return Scheme(
         "packed", lambda pair: rank_of(pair.heads, pair.q_owner), gather_q, gather_kv, head_groups=groups, keep=KEEP,
