@@ -14,7 +14,7 @@ import torch
 from tokenring.api.autograd import in_transform, refuse_transforms
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context, check_tensor
-from tokenring.api.standing import context_of
+from tokenring.api.standing import context_of, outside_graphs
 from tokenring.api.tensor_parallel import DTYPES, Given, TensorParallel, check_parallel
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import beginning, refusing
@@ -25,6 +25,7 @@ from tokenring.sequence.workload import LinearRequest
 TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 
 
+@outside_graphs
 def all_reduce(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """Return the sum of the ranks' tensors of one shape, on every rank; t is left as it is.
 
@@ -48,6 +49,7 @@ def all_reduce(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     return made.flatten()[: t.numel()].view(t.shape)
 
 
+@outside_graphs
 def reduce_scatter(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """Return this rank's part [n, ...] of the sum of the ranks' tensors t [P·n, ...].
 
@@ -71,6 +73,7 @@ def reduce_scatter(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     return made.flatten()[: t.numel() // ranks].view(shape)
 
 
+@outside_graphs
 def all_gather(t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """Return the ranks' tensors t [n, ...], one after another: [P·n, ...].
 

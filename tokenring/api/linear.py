@@ -9,6 +9,7 @@ import torch
 
 from tokenring.api.autograd import Refused, first, refuse_batched, refuse_transforms, refused
 from tokenring.api.inputs import check_tensor
+from tokenring.api.standing import outside_graphs
 from tokenring.api.tensor_parallel import DTYPES, Given, Stays, TensorParallel, check_parallel
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.call import taken
@@ -49,6 +50,7 @@ class Layer(NamedTuple):
             self.tp.check_kernel(self.backward, "backward")
 
 
+@outside_graphs
 def column_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """Multiply tokens that are split over the ranks by a weight whose output features are; differentiable.
 
@@ -72,6 +74,7 @@ def column_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> 
     return result
 
 
+@outside_graphs
 def row_linear(h: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """Multiply what `column_linear` leaves by a weight whose input features are split; differentiable.
 

@@ -6,9 +6,12 @@ Operators that can be given tensors, numbers and texts only know contexts by a n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 from weakref import WeakValueDictionary
+
+import torch
 
 from tokenring.errors import ConfigurationError, NotPicklable
 
@@ -18,6 +21,23 @@ if TYPE_CHECKING:
 # State of the process: a graph of torch.compile outlives every frame that could hand it one. It holds nobody alive.
 _numbers = itertools.count(1)
 _contexts: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def outside_graphs(function: Function) -> Function:
+    """Return the function such that torch.compile calls it between two graphs, and does not look into it."""
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():
+            from tokenring.api.compiled import outside
+
+            return outside(function, *given, **named)
+        return function(*given, **named)
+
+    return call  # type: ignore[return-value]
 
 
 class Shown(type):

@@ -10,6 +10,7 @@ import torch
 from tokenring.api.caching.kv_cache import KVCache
 from tokenring.api.caching.memory import Home
 from tokenring.api.latents import latent_sizes
+from tokenring.api.standing import outside_graphs
 from tokenring.errors import ConfigurationError
 from tokenring.runtime.agreement import refusing
 
@@ -28,6 +29,7 @@ def cached_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
+@outside_graphs
 def cached_attention(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -87,6 +89,7 @@ def cached_latent_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
+@outside_graphs
 def cached_latent_attention(
     q: torch.Tensor,
     latent: torch.Tensor,

@@ -13,6 +13,7 @@ import torch
 
 from tokenring.api.arguments import refuse_wire
 from tokenring.api.inputs import check_context
+from tokenring.api.standing import outside_graphs
 from tokenring.errors import ConfigurationError
 from tokenring.runtime.agreement import Description, refusing
 from tokenring.sequence.layout import as_integer
@@ -39,6 +40,7 @@ def combine(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
+@outside_graphs
 def combine(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -72,6 +74,7 @@ def combine(
     return (made.to(out.dtype), total) if return_lse else made.to(out.dtype)
 
 
+@outside_graphs
 def gather_queries(q: torch.Tensor, cp: ContextParallel) -> torch.Tensor:
     """Return all heads [B, H, D] from this rank's equal part of them, q [B, H/P, D]; rank r has the r-th.
 
