@@ -22,6 +22,7 @@ from tokenring.cli.bench.candidates import WAIT_SECONDS, RaceSetting, emulated
 from tokenring.cli.bench.operators import TORCH, OperatorCase, OperatorReport
 from tokenring.cli.bench.race import SEED, WARM_UP_ROUNDS, begin_together, order
 from tokenring.cli.bench.results import ERROR_LIMITS, FAILED, MEASURED, OURS, PEER, WRONG, Entry
+from tokenring.cli.bench.torch_layers import Layer, by_collectives, gathered, layer_of, scattered
 from tokenring.cli.bench.worker import machine_of
 from tokenring.cli.operator_names import COLLECTIVES
 from tokenring.gc_pause import no_collection
@@ -186,14 +187,13 @@ def our_call(case: OperatorCase, given: Given, tp: tr.TensorParallel) -> Results
         made = {"all-reduce": tr.all_reduce, "reduce-scatter": tr.reduce_scatter, "all-gather": tr.all_gather}
         return {"out": made[case.operator](given.x, tp)}
     layer = tr.column_linear if case.operator == "column" else tr.row_linear
-    return _layer(case, given, lambda x, w: layer(x, w, tp))
+    return layer_call(case, given, lambda x, w: layer(x, w, tp))
 
 
 def torch_call(case: OperatorCase, given: Given, ranks: int) -> Results:
     """Compute the operator by torch.distributed's collectives and products, one after another."""
     if case.is_layer:
-        of = _TorchColumn if case.operator == "column" else _TorchRow
-        return _layer(case, given, lambda x, w: of.apply(x, w))  # type: ignore[no-untyped-call]
+        return layer_call(case, given, layer_of(case.operator, by_collectives()))
     if case.operator == "all-reduce":
         total = given.x.clone()
         dist.all_reduce(total)
@@ -201,7 +201,8 @@ def torch_call(case: OperatorCase, given: Given, ranks: int) -> Results:
     return {"out": scattered(given.x) if case.operator == "reduce-scatter" else gathered(given.x)}
 
 
-def _layer(case: OperatorCase, given: Given, call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Results:
+def layer_call(case: OperatorCase, given: Given, call: Layer) -> Results:
+    """Compute a layer: out, dx and dw of this rank, and when forward had ended by time.perf_counter."""
     assert given.weight is not None and given.dout is not None
     x, w = (each.detach().requires_grad_(case.backward) for each in (given.x, given.weight))
     out = call(x, w)
@@ -210,55 +211,6 @@ def _layer(case: OperatorCase, given: Given, call: Callable[[torch.Tensor, torch
         dx, dw = torch.autograd.grad(out, (x, w), given.dout)
         found |= {"dx": dx[0], "dw": dw}
     return found
-
-
-def gathered(x: torch.Tensor) -> torch.Tensor:
-    """Return the ranks' tensors [n, ...] one after another."""
-    whole = x.new_empty(x.shape[0] * dist.get_world_size(), *x.shape[1:])
-    _newer("all_gather_single", "all_gather_into_tensor")(whole, x.contiguous())
-    return whole
-
-
-def scattered(x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of the sum of the ranks' tensors [P·n, ...]."""
-    part = x.new_empty(x.shape[0] // dist.get_world_size(), *x.shape[1:])
-    _newer("reduce_scatter_single", "reduce_scatter_tensor")(part, x.contiguous())
-    return part
-
-
-def _newer(name: str, older: str) -> Callable[..., object]:
-    """Return torch's collective by its name of now, else by the one that it had up to 2.12."""
-    found: Callable[..., object] = getattr(dist, name, None) or getattr(dist, older)
-    return found
-
-
-class _TorchColumn(torch.autograd.Function):
-    """A column layer as Megatron's with sequence parallelism, without overlap: backward gathers x again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        return (gathered(x[0]) @ w.t())[None]
-
-    @staticmethod
-    def backward(ctx: Any, dc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, w = ctx.saved_tensors
-        return scattered(dc[0] @ w)[None], dc[0].t() @ gathered(x[0])
-
-
-class _TorchRow(torch.autograd.Function):
-    """A row layer as Megatron's with sequence parallelism."""
-
-    @staticmethod
-    def forward(ctx: Any, h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(h, w)
-        return scattered(h[0] @ w.t())[None]
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h, w = ctx.saved_tensors
-        whole = gathered(dy[0])
-        return (whole @ w)[None], whole.t() @ h[0]
 
 
 if __name__ == "__main__":
