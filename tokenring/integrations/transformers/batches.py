@@ -36,6 +36,7 @@ class CutBatch:
 
     length: of each sequence, over all ranks. bounds: ends of its documents, from 0 on; None: it is one document.
     layout: by which it is cut, where that follows from the mask. facts: of the whole batch, which ranks compare.
+    attended: names of the layers that called attention in the last forward pass, in turn.
     """
 
     cp: ContextParallel
@@ -44,6 +45,7 @@ class CutBatch:
     layout: Layout | None = None
     facts: dict[str, str] = field(default_factory=dict)
     masks: dict[LayerMask, Mask] = field(default_factory=dict)
+    attended: list[str] = field(default_factory=list)
 
     def mask_of(self, layer: LayerMask) -> Mask:
         """Return the mask of a layer over the whole sequence."""

@@ -31,7 +31,7 @@ from tokenring.integrations.transformers.attention import ATTENTION_NAME, regist
 from tokenring.integrations.transformers.batches import BATCH, CutBatch, cut_batch
 from tokenring.integrations.transformers.comparing import agree_on_batch, expected_size
 from tokenring.integrations.transformers.configs import put_back, text_config, with_own_configs
-from tokenring.integrations.transformers.refusals import check_attends, check_keywords, check_model
+from tokenring.integrations.transformers.refusals import check_attended, check_attends, check_keywords, check_model
 from tokenring.integrations.transformers.versions import check_version
 from tokenring.runtime.agreement import refusing
 
@@ -131,13 +131,17 @@ class _Calls:
             if given[BATCH].cp is not self.cp:
                 raise ConfigurationError("this batch was cut for another ContextParallel than the model has")
         _compare(given[BATCH], given["position_ids"], model.config, self._cut_here)
+        given[BATCH].attended.clear()
         return args, given
 
     def after(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> Any:
         """Put the loss of the whole batch in the place of this rank's share, where this call cut the batch.
 
-        Either way its gradients become such as the ranks' sum or mean of them wants.
+        Either way its gradients become such as the ranks' sum or mean of them wants. Raises UnsupportedError, on all
+        ranks, where some layer did not come to our attention.
         """
+        with refusing(self.cp, "forward", given["position_ids"]):
+            check_attended(model, len(given[BATCH].attended))
         if given.get("labels") is None:
             return output
         added_up = self.cp if self._cut_here else None
