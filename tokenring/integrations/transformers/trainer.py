@@ -13,8 +13,8 @@ Nothing of accelerate's own context parallelism is used. Importing this imports 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -141,10 +141,10 @@ class TokenRingTrainerMixin:
         if inputs.get(BATCH) is None:
             inputs = self._prepare_context_parallel_inputs(model, inputs)[1]
         items = inputs.get("num_items_in_batch")  # of the whole batch: trainers would take the mean of this rank's part
-        found = super().compute_loss(model, inputs, return_outputs, items, **more)  # type: ignore[misc]
+        with _not_multiplied(self.args):
+            found = super().compute_loss(model, inputs, return_outputs, items, **more)  # type: ignore[misc]
         loss, *rest = found if isinstance(found, tuple) else (found,)
-        multiplied = items is not None and getattr(self, "model_accepts_loss_kwargs", True)
-        loss = loss * self.tokenring.world_size / (self.accelerator.num_processes if multiplied else 1)
+        loss = loss * self.tokenring.world_size
         return (loss, *rest) if isinstance(found, tuple) else loss
 
     def evaluation_loop(self, *given: Any, **more: Any) -> Any:
@@ -174,6 +174,16 @@ class TokenRingTrainerMixin:
             dist.all_reduce(loss, group=self.tokenring.group)
             loss = loss / self.tokenring.world_size
         return (loss, *rest)
+
+
+@contextmanager
+def _not_multiplied(args: Any) -> Iterator[None]:
+    """Keep trainers from multiplying a loss by the number of processes: they differ in when they do."""
+    said, args.average_tokens_across_devices = args.average_tokens_across_devices, False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = said
 
 
 def _check_arguments(trainer: Any) -> None:
