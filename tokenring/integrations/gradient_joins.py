@@ -52,7 +52,8 @@ def check_joined(
     """Raise ConfigurationError where FSDP2, or DDP, does not join the gradients of model as `gradients` says.
 
     "mean": what FSDP2 shards must lie, or have copies, on all ranks of cp, or on all of `every`, for a trainer that
-    wants their mean, and DDP must span these; "sum": no two of those of cp. DDP is seen in its forward pass.
+    wants their mean, and DDP must span these; "sum": no two of those of cp. DDP is seen in its forward pass. Where
+    FSDP2 shards some of a model, "mean" wants all of its parameters sharded.
     """
     if cp.world_size == 1:
         return
@@ -77,6 +78,8 @@ def check_joined(
                 f"{sorted(wanted & held)}: it takes the mean of their gradients. Say gradients='mean' when you call "
                 f"use_tokenring, and do not call add_up_gradients"
             )
+    if gradients == "mean":
+        _check_all_sharded(model)
 
 
 def check_wrapped(model: torch.nn.Module) -> None:
@@ -101,6 +104,51 @@ def _joining(model: torch.nn.Module) -> Iterator[tuple[str, set[int]]]:
         yield "DDP joins gradients", set(dist.get_process_group_ranks(ddp.process_group))
 
 
+def _check_all_sharded(model: torch.nn.Module) -> None:
+    """Raise ConfigurationError for parameters that FSDP2 leaves alone, where it shards others."""
+    held = set(_places_in_fsdp(model))
+    left = [
+        f"{title}.{name}".lstrip(".")
+        for title, module in model.named_modules()
+        for name, each in module.named_parameters(recurse=False)
+        if each.requires_grad and not _is_dtensor(each) and (id(module), name) not in held
+    ]
+    if held and left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise ConfigurationError(
+            f"gradients='mean', and FSDP shards a part of the model, which leaves {', '.join(left[:3])}{more} alone: "
+            f"nothing would join their gradients. Shard the whole model, too, after its layers: fully_shard(model, "
+            f"mesh=...); or freeze these (requires_grad=False)"
+        )
+
+
+def _places_in_fsdp(model: torch.nn.Module) -> Iterator[tuple[int, str]]:
+    """Yield what FSDP2 shards where it shards a part of this model: ids of modules, with names of their parameters.
+
+    It says so itself, in private; none where this version of torch says it otherwise.
+    """
+    fsdp_module = _kinds(sys.modules.get("torch.distributed.fsdp"), "FSDPModule")
+    states: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, fsdp_module) and hasattr(module, "_get_fsdp_state"):
+            own: Any = module._get_fsdp_state()
+            if id(own) not in states:  # else those of its context are there, too: of what is around the model
+                states |= {id(each): each for each in (own, *getattr(getattr(own, "_state_ctx", None), "all_states", ()))}
+    for info in (each for state in states.values() for group in _groups_of(state) for each in _shards_of(group)):
+        yield id(info.module), info.param_name
+        yield from zip(map(id, info.shared_modules), info.shared_param_names, strict=True)
+
+
+def _shards_of(group: Any) -> Iterator[Any]:
+    """Yield where each parameter of a group stands, as FSDP2 notes it."""
+    found = (getattr(each, "_module_info", None) for each in getattr(group, "fsdp_params", ()))
+    return (each for each in found if each is not None)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    return getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+
+
 def _meshes_of_fsdp(model: torch.nn.Module) -> Iterator[Any]:
     """Yield the meshes over which FSDP2 joins gradients, each once."""
     fsdp_module = _kinds(sys.modules.get("torch.distributed.fsdp"), "FSDPModule")
@@ -119,8 +167,7 @@ def _meshes_of(module: Any) -> list[Any]:
     private, and has other names in other versions of torch.
     """
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    found = [getattr(getattr(group, "mesh_info", None), "mesh", None) for group in groups]
+    found = [getattr(getattr(group, "mesh_info", None), "mesh", None) for group in _groups_of(state)]
     return [mesh for mesh in found if mesh is not None] or [
         each.device_mesh for each in module.parameters() if _is_dtensor(each)
     ]
