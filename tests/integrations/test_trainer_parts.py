@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from patience import patient
 from ranks import Here, RankPools
 
+import tokenring as tr
+from tokenring.integrations.gradient_joins import add_up_gradients
 from tokenring.integrations.transformers.batches import BATCH
 from tokenring.integrations.transformers.trainer import TokenRingTrainerMixin
+from tokenring.integrations.transformers.training import _with_gradient
 
 PROCESSES = 4
 
@@ -56,3 +61,56 @@ def test_a_share_is_multiplied_by_the_ranks_that_share_the_batch(
 ) -> None:
     """So that the mean over all processes is that of the groups; trainers would multiply it by all."""
     assert ranks(2)(share, kind, accepts) == [(6.0, "outputs", True)] * 2
+
+
+# ---------- a rank that does not come
+
+
+class Evaluating(Multiplying):
+    """The evaluation of a batch that transformers' Trainer makes."""
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool) -> Any:
+        return torch.tensor(3.0), None, None
+
+
+def added_gradients(cp: tr.ContextParallel) -> None:
+    model = torch.nn.Linear(2, 2)
+    torch.autograd.backward(model(torch.ones(1, 2)).sum())
+    add_up_gradients(model, cp)
+
+
+def added_loss(cp: tr.ContextParallel) -> None:
+    _with_gradient(torch.tensor(3.0, requires_grad=True), cp, 1)
+
+
+def added_evaluation(cp: tr.ContextParallel) -> None:
+    ours: Any = type("Ours", (TokenRingTrainerMixin, Evaluating), {"__init__": object.__init__})()
+    ours.tokenring = cp
+    ours.prediction_step("a model", {"labels": "labels"}, prediction_loss_only=True)
+
+
+def waited(here: Here, call: Any) -> str:
+    """Return what rank 0 hears of rank 1, which leaves a sum over ranks out."""
+    group = dist.new_group([0, 1])
+    cp = tr.ContextParallel(group, timeout_seconds=patient(1.0))
+    assert cp.transport is not None
+    call(cp)
+    try:
+        if here.rank == 0:
+            call(cp)
+    except tr.PeerLost as error:
+        return str(error)
+    finally:
+        cp.close()
+    return "nothing"
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize(("call", "what"), [
+    (added_gradients, "adding up gradients"), (added_loss, "adding up the loss"),
+    (added_evaluation, "adding up the loss of an evaluation"),
+])  # fmt: skip
+def test_a_rank_that_does_not_come_to_a_sum_is_named(call: Any, what: str, ranks: RankPools) -> None:
+    """Within the time limit of cp: that of a group is half an hour."""
+    said, other = ranks(2)(waited, call)
+    assert said.startswith("rank 1 of 2 is lost") and f"took part in {what}" in said and other == "nothing"

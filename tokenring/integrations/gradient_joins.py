@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenring.api.context import ContextParallel
+from tokenring.api.sharding import add_up
 from tokenring.errors import ConfigurationError
 
 GradientReduction = Literal["sum", "mean"]
+JOINING = "adding up gradients"
 
 
 def check_reduction(gradients: object) -> None:
@@ -30,7 +32,8 @@ def add_up_gradients(model: torch.nn.Module, cp: ContextParallel) -> None:
     """Add up the gradients of all parameters over the ranks of cp, in place; where no DDP or FSDP joins them.
 
     Call it once, after the last backward pass before a step. FSDP may shard parameters over ranks that have other
-    sequences. Raises ConfigurationError where it shards them over ranks of cp: it has joined these gradients then.
+    sequences. Raises ConfigurationError where it shards them over ranks of cp: it has joined these gradients then;
+    PeerLost for a rank that does not come, within the time limit of cp on CPUs.
     """
     if cp.world_size == 1:
         return
@@ -39,11 +42,11 @@ def add_up_gradients(model: torch.nn.Module, cp: ContextParallel) -> None:
     if not given:
         return
     there = torch.tensor([each.grad is not None for each in given], dtype=torch.int32, device=given[0].device)
-    dist.all_reduce(there, group=cp.group)  # experts that saw no token here may have seen some elsewhere
+    add_up(there, cp, JOINING)  # experts that saw no token here may have seen some elsewhere
     for each, ranks in zip(given, there.tolist(), strict=True):
         if ranks:
             each.grad = torch.zeros_like(each) if each.grad is None else each.grad
-            dist.all_reduce(_local_part(each.grad), group=cp.group)
+            add_up(_local_part(each.grad), cp, JOINING)
 
 
 def check_joined(
@@ -133,7 +136,8 @@ def _places_in_fsdp(model: torch.nn.Module) -> Iterator[tuple[int, str]]:
         if isinstance(module, fsdp_module) and hasattr(module, "_get_fsdp_state"):
             own: Any = module._get_fsdp_state()
             if id(own) not in states:  # else those of its context are there, too: of what is around the model
-                states |= {id(each): each for each in (own, *getattr(getattr(own, "_state_ctx", None), "all_states", ()))}
+                beside = getattr(getattr(own, "_state_ctx", None), "all_states", ())
+                states |= {id(each): each for each in (own, *beside)}
     for info in (each for state in states.values() for group in _groups_of(state) for each in _shards_of(group)):
         yield id(info.module), info.param_name
         yield from zip(map(id, info.shared_modules), info.shared_param_names, strict=True)

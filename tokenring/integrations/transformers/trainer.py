@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
+from tokenring.api.sharding import add_up
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.integrations.gradient_joins import check_wrapped
 from tokenring.integrations.transformers.batches import BATCH, cut_batch
@@ -171,7 +172,7 @@ class TokenRingTrainerMixin:
             )
         loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, *given, **more)  # type: ignore[misc]
         if self.tokenring.world_size > 1:
-            dist.all_reduce(loss, group=self.tokenring.group)
+            add_up(loss, self.tokenring, "adding up the loss of an evaluation")
             loss = loss / self.tokenring.world_size
         return (loss, *rest)
 

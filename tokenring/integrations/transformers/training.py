@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
+from tokenring.api.sharding import add_up
 from tokenring.errors import ConfigurationError
 from tokenring.integrations.gradient_joins import (
     GradientReduction,
@@ -178,7 +178,7 @@ class _Loss(torch.autograd.Function):
         ctx.factor = factor
         whole = share.detach().clone()
         if cp is not None and cp.world_size > 1:
-            dist.all_reduce(whole, group=cp.group)
+            add_up(whole, cp, "adding up the loss")
         return whole
 
     @staticmethod
