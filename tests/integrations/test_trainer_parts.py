@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 import torch.distributed as dist
 from patience import patient
 from ranks import Here, RankPools
+from torch.utils.data import IterableDataset
 
 import tokenring as tr
+from tokenring.errors import UnsupportedError
 from tokenring.integrations.gradient_joins import add_up_gradients
 from tokenring.integrations.transformers.batches import BATCH
-from tokenring.integrations.transformers.trainer import TokenRingTrainerMixin
+from tokenring.integrations.transformers.trainer import TokenRingTrainerMixin, _check_arguments
 from tokenring.integrations.transformers.training import _with_gradient
 
 PROCESSES = 4
@@ -61,6 +64,54 @@ def test_a_share_is_multiplied_by_the_ranks_that_share_the_batch(
 ) -> None:
     """So that the mean over all processes is that of the groups; trainers would multiply it by all."""
     assert ranks(2)(share, kind, accepts) == [(6.0, "outputs", True)] * 2
+
+
+# ---------- datasets that rank 0 reads
+
+
+class Stream(IterableDataset[int]):
+    """A dataset that accelerate lets rank 0 read for all."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class Loading:
+    """The data loaders of transformers' Trainer."""
+
+    def _get_dataloader(self, dataset: Any, description: str) -> str:
+        return description
+
+    def evaluate(self, dataset: Any) -> str:
+        """Load a dataset as transformers does, which gets here by several ways."""
+        return self._get_dataloader(dataset, description="Evaluation")
+
+
+def read(here: Here, dispatch: bool | None, dataset: Any, made_with: Any) -> str:
+    """Return what a trainer says of datasets that it is made with, or evaluates."""
+    ours: Any = type("Ours", (TokenRingTrainerMixin, Loading), {"__init__": object.__init__})()
+    ours.args = SimpleNamespace(accelerator_config=SimpleNamespace(dispatch_batches=dispatch))
+    ours.tokenring, ours.model, ours.eval_dataset = here.cp(), torch.nn.Linear(1, 1), made_with
+    try:
+        _check_arguments(ours)
+        return str(ours.evaluate(dataset))
+    except UnsupportedError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("dispatch", "dataset", "made_with", "said"), [
+    (None, [1], {"one": [1], "other": [2]}, "Evaluation"),
+    (None, [1], {"one": [1], "other": Stream()}, "batches that rank 0 dispatches"),
+    (None, Stream(), None, "batches that rank 0 dispatches"),
+    (True, [1], None, "batches that rank 0 dispatches"),
+    (False, Stream(), {"one": Stream()}, "Evaluation"),
+])  # fmt: skip
+def test_datasets_that_rank_0_reads_are_refused(
+    dispatch: bool | None, dataset: Any, made_with: Any, said: str, ranks: RankPools
+) -> None:
+    """Those of an evaluation, too, of which there may be several by name."""
+    assert all(text.startswith(said) for text in ranks(2)(read, dispatch, dataset, made_with))
+    assert read(Here(0, 1, tr.ContextParallel("self")), dispatch, dataset, made_with) == "Evaluation"
 
 
 # ---------- a rank that does not come

@@ -13,7 +13,7 @@ Nothing of accelerate's own context parallelism is used. Importing this imports 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -111,6 +111,12 @@ class TokenRingTrainerMixin:
         if mesh is not None:
             self.accelerator._prepare_device_mesh = lambda: mesh
 
+    def _get_dataloader(self, dataset: Any, *given: Any, **more: Any) -> Any:
+        """Make a data loader, as of a dataset that `evaluate` is given. Raises UnsupportedError for an iterable one."""
+        with refusing(self.tokenring, "forward"):
+            _check_read(self, dataset)
+        return super()._get_dataloader(dataset, *given, **more)  # type: ignore[misc]
+
     def get_cp_size(self) -> int:
         """Return how many ranks share a sequence."""
         return self.tokenring.world_size
@@ -192,11 +198,8 @@ def _check_arguments(trainer: Any) -> None:
     _check_sharding(_transformers_model(trainer.model))
     if getattr(args, "label_smoothing_factor", 0.0):
         raise UnsupportedError("label_smoothing_factor is not supported by tokenring: set it to 0.0")
-    if trainer.tokenring.world_size > 1 and _is_dispatched(trainer):
-        raise UnsupportedError(
-            "batches that rank 0 dispatches are not supported by tokenring: say accelerator_config="
-            "{'dispatch_batches': False}, so that each rank reads the dataset itself"
-        )
+    for name in ("train_dataset", "eval_dataset"):
+        _check_read(trainer, getattr(trainer, name, None))
     if not getattr(args, "average_tokens_across_devices", True):
         raise UnsupportedError(
             "average_tokens_across_devices=False is not supported by tokenring: ranks hold different numbers of labels "
@@ -215,11 +218,19 @@ def _check_sharding(model: Any) -> None:
             )
 
 
-def _is_dispatched(trainer: Any) -> bool:
-    """Tell whether accelerate lets rank 0 read the dataset for all: by default, where the dataset is iterable."""
+def _check_read(trainer: Any, dataset: Any) -> None:
+    """Raise UnsupportedError where accelerate lets rank 0 read a dataset for all: by default, where it is iterable.
+
+    dataset: or several by name, as for an evaluation.
+    """
     said = trainer.args.accelerator_config.dispatch_batches
-    sets = (getattr(trainer, name, None) for name in ("train_dataset", "eval_dataset"))
-    return bool(any(isinstance(each, IterableDataset) for each in sets) if said is None else said)
+    sets = dataset.values() if isinstance(dataset, Mapping) else (dataset,)
+    dispatched = any(isinstance(each, IterableDataset) for each in sets) if said is None else said
+    if trainer.tokenring.world_size > 1 and dispatched:
+        raise UnsupportedError(
+            "batches that rank 0 dispatches are not supported by tokenring: say accelerator_config="
+            "{'dispatch_batches': False}, so that each rank reads the dataset itself"
+        )
 
 
 def _mesh_of(cp: ContextParallel) -> RankGrid | None:
