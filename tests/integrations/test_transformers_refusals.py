@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import Here, RankPools
 
+import tokenring as tr
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.integrations.transformers.attention import ATTENTION_NAME, attend_layer
 from tokenring.integrations.transformers.batches import BATCH
@@ -91,6 +92,27 @@ def test_modules_that_mix_tokens_are_refused() -> None:
     for module in (torch.nn.Conv1d(2, 2, 4), torch.nn.LSTM(2, 2), torch.nn.MultiheadAttention(2, 1)):
         with pytest.raises(UnsupportedError, match=f"inner, a {type(module).__name__}, mixes tokens besides attention"):
             check_model(Model(module), True)
+
+
+class PromptTuningConfig:
+    """A config of PEFT, as far as it is read."""
+
+    def __init__(self, is_prompt_learning: bool) -> None:
+        self.is_prompt_learning = is_prompt_learning
+
+
+def test_learnt_prompts_are_refused() -> None:
+    """Each rank would put them before its own part of a sequence; also where they come after use_tokenring."""
+    model: Any = Model()
+    model.peft_config = {"default": PromptTuningConfig(is_prompt_learning=False)}
+    check_model(model, True)
+    model.peft_config["other"] = PromptTuningConfig(is_prompt_learning=True)
+    for call in (
+        lambda: check_model(model, True),
+        lambda: _Calls(tr.ContextParallel("self"), "sum", 1).before(model, (), {"input_ids": TOKENS}),
+    ):
+        with pytest.raises(UnsupportedError, match="PEFT's PromptTuningConfig is not supported"):
+            call()
 
 
 TOKENS = torch.arange(16).view(1, 16)

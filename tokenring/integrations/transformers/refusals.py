@@ -41,6 +41,7 @@ def check_model(model: Any, any_model: bool) -> None:
     kind = getattr(config, "model_type", None)
     if kind is None or not hasattr(model, "set_attn_implementation"):
         raise UnsupportedError(f"a {type(model).__name__} is not supported: give a model of transformers, unwrapped")
+    check_adapters(model)
     if kind not in COMPARED_FAMILIES and not any_model:
         raise UnsupportedError(
             f"models of type {kind!r} were not run with tokenring ({', '.join(COMPARED_FAMILIES)} were): compare the "
@@ -59,6 +60,18 @@ def check_model(model: Any, any_model: bool) -> None:
             f"{type(model).__name__} with use_bidirectional_attention is not supported: its mask is not causal"
         )
     _check_layers(model, text)
+
+
+def check_adapters(model: Any) -> None:
+    """Raise UnsupportedError for PEFT that puts tokens of its own before those of a batch."""
+    configs = getattr(model, "peft_config", None)
+    for each in configs.values() if isinstance(configs, Mapping) else ():
+        if getattr(each, "is_prompt_learning", False):
+            raise UnsupportedError(
+                f"PEFT's {type(each).__name__} is not supported: each rank would put the learnt tokens before its own "
+                f"part of a sequence; take LoRA, or, for prompts without a cache in a loop of your own, call "
+                f"use_tokenring with the base model before get_peft_model"
+            )
 
 
 def _check_layers(model: Any, config: Any) -> None:

@@ -31,7 +31,13 @@ from tokenring.integrations.transformers.attention import ATTENTION_NAME, regist
 from tokenring.integrations.transformers.batches import BATCH, CutBatch, cut_batch
 from tokenring.integrations.transformers.comparing import agree_on_batch, expected_size
 from tokenring.integrations.transformers.configs import put_back, text_config, with_own_configs
-from tokenring.integrations.transformers.refusals import check_attended, check_attends, check_keywords, check_model
+from tokenring.integrations.transformers.refusals import (
+    check_adapters,
+    check_attended,
+    check_attends,
+    check_keywords,
+    check_model,
+)
 from tokenring.integrations.transformers.versions import check_version
 from tokenring.runtime.agreement import refusing
 
@@ -120,6 +126,7 @@ class _Calls:
         self._cut_here = given.get(BATCH) is None
         with refusing(self.cp, "forward", *args, *given.values()):
             check_attends(model, ATTENTION_NAME)
+            check_adapters(model)
             if torch.is_grad_enabled():
                 check_joined(model, self.cp, self.gradients, self._every)
             check_keywords(model.config, given)
