@@ -66,6 +66,27 @@ def test_a_share_is_multiplied_by_the_ranks_that_share_the_batch(
     assert ranks(2)(share, kind, accepts) == [(6.0, "outputs", True)] * 2
 
 
+class Counting:
+    """The count of transformers' Trainer: of the batches of all processes."""
+
+    def _track_num_input_tokens(self, inputs: list[int]) -> None:
+        self.state.num_input_tokens_seen += PROCESSES * len(inputs)  # type: ignore[attr-defined]
+
+
+def counted(here: Here) -> list[int]:
+    """Return how many tokens were seen after each of two batches of a training that is resumed."""
+    ours: Any = type("Ours", (TokenRingTrainerMixin, Counting), {"__init__": object.__init__})()
+    ours.tokenring, ours.state, seen = here.cp(), SimpleNamespace(num_input_tokens_seen=7), []
+    for length in (20, 5):
+        ours._track_num_input_tokens([0] * length)
+        seen.append(ours.state.num_input_tokens_seen)
+    return seen
+
+
+def test_tokens_are_counted_once_for_ranks_that_share_them(ranks: RankPools) -> None:
+    assert ranks(2)(counted) == [[7 + 40, 7 + 40 + 10]] * 2
+
+
 # ---------- datasets that rank 0 reads
 
 

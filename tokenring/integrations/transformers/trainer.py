@@ -67,6 +67,7 @@ class TokenRingTrainerMixin:
 
     accelerator: Any
     args: Any
+    state: Any
     gather_function: Any
     model: Any
 
@@ -153,6 +154,13 @@ class TokenRingTrainerMixin:
         loss, *rest = found if isinstance(found, tuple) else (found,)
         loss = loss * self.tokenring.world_size
         return (loss, *rest) if isinstance(found, tuple) else loss
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Count the tokens of a batch (include_num_input_tokens_seen) once for all ranks that share it."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        counted = self.state.num_input_tokens_seen - before  # of all ranks, each with its whole batch
+        self.state.num_input_tokens_seen = before + counted // self.tokenring.world_size
 
     def evaluation_loop(self, *given: Any, **more: Any) -> Any:
         """Evaluate, with the loss of each group's batch taken once: transformers gathers those of all ranks."""
