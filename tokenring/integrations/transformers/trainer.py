@@ -59,8 +59,11 @@ class TokenRingTrainerMixin:
     any_model, any_version: as of `use_tokenring`, which is called with the trainer's model. All else is the Trainer's.
     DDP or FSDP must join the gradients of all ranks, as the Trainer does by itself.
 
-    Raises UnsupportedError for versions of transformers, accelerate and trl that were not run, label smoothing, own
-    loss functions, accelerate's own context parallelism, DeepSpeed, tensor and pipeline parallelism, and evaluation
+    A subclass with a compute_loss of its own gets the logits of this rank's tokens, which nothing sees: a loss that it
+    computes from them must be this rank's share, such that the mean of all processes' is the loss.
+
+    Raises UnsupportedError for versions of transformers, accelerate and trl that were not run, label smoothing,
+    compute_loss_func, accelerate's own context parallelism, DeepSpeed, tensor and pipeline parallelism, and evaluation
     that wants logits; ConfigurationError for ranks that are no neighbours, and in steps for FSDP2 over other ranks than
     all, and a model that neither DDP nor FSDP wraps; BackendUnavailable without accelerate.
     """
