@@ -15,10 +15,10 @@ from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
-from tokenring.integrations.transformers import comparing
+from tokenring.integrations import comparing
+from tokenring.integrations.comparing import checksum, facts_of
 from tokenring.integrations.transformers.attention import ATTENTION_NAME, attend_layer
 from tokenring.integrations.transformers.batches import BATCH, CutBatch, cut_batch
-from tokenring.integrations.transformers.comparing import checksum, facts_of
 from tokenring.integrations.transformers.masks import LayerMask
 from tokenring.integrations.transformers.training import _Calls, use_tokenring
 

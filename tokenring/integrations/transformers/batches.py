@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from tokenring.api.context import ContextParallel
 from tokenring.api.sharding import shard
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.integrations.transformers.comparing import facts_of
+from tokenring.integrations.comparing import facts_of
 from tokenring.integrations.transformers.masks import LayerMask
 from tokenring.integrations.transformers.refusals import check_positions
 from tokenring.runtime.agreement import refusing

@@ -21,6 +21,7 @@ from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
 from tokenring.api.sharding import add_up
 from tokenring.errors import ConfigurationError
+from tokenring.integrations.comparing import agree_on_batch, expected_size
 from tokenring.integrations.gradient_joins import (
     GradientReduction,
     add_up_gradients,
@@ -29,7 +30,6 @@ from tokenring.integrations.gradient_joins import (
 )
 from tokenring.integrations.transformers.attention import ATTENTION_NAME, register
 from tokenring.integrations.transformers.batches import BATCH, CutBatch, cut_batch
-from tokenring.integrations.transformers.comparing import agree_on_batch, expected_size
 from tokenring.integrations.transformers.configs import put_back, text_config, with_own_configs
 from tokenring.integrations.transformers.refusals import (
     check_adapters,
