@@ -140,8 +140,9 @@ def told_of_a_part(here: Here, gradients: GradientReduction, change: str) -> lis
             said.append(str(error))
 
     model.register_forward_pre_hook(ask)
-    for layer in model[:2] if change != "tied" else ():
-        fully_shard(layer, mesh=meshes["all"])
+    if change != "tied":
+        for layer in (model[0], model[1]):
+            fully_shard(layer, mesh=meshes["all"])
     if change == "frozen":
         model[2].requires_grad_(False)
     if change in ("around", "tied"):

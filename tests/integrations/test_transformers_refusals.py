@@ -89,9 +89,9 @@ def test_layers_that_carry_a_state_are_refused(kind: str) -> None:
 def test_modules_that_mix_tokens_are_refused() -> None:
     for module in (torch.nn.Linear(2, 2), torch.nn.Conv1d(2, 2, 1), torch.nn.Conv2d(2, 2, 3)):
         check_model(Model(module), True)
-    for module in (torch.nn.Conv1d(2, 2, 4), torch.nn.LSTM(2, 2), torch.nn.MultiheadAttention(2, 1)):
-        with pytest.raises(UnsupportedError, match=f"inner, a {type(module).__name__}, mixes tokens besides attention"):
-            check_model(Model(module), True)
+    for mixing in (torch.nn.Conv1d(2, 2, 4), torch.nn.LSTM(2, 2), torch.nn.MultiheadAttention(2, 1)):
+        with pytest.raises(UnsupportedError, match=f"inner, a {type(mixing).__name__}, mixes tokens besides attention"):
+            check_model(Model(mixing), True)
 
 
 class PromptTuningConfig:

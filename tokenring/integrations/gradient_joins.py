@@ -132,9 +132,10 @@ def _places_in_fsdp(model: torch.nn.Module) -> Iterator[tuple[int, str]]:
     """
     fsdp_module = _kinds(sys.modules.get("torch.distributed.fsdp"), "FSDPModule")
     states: dict[int, Any] = {}
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         if isinstance(module, fsdp_module) and hasattr(module, "_get_fsdp_state"):
-            own: Any = module._get_fsdp_state()
+            own = module._get_fsdp_state()
             if id(own) not in states:  # else those of its context are there, too: of what is around the model
                 beside = getattr(getattr(own, "_state_ctx", None), "all_states", ())
                 states |= {id(each): each for each in (own, *beside)}
