@@ -187,7 +187,7 @@ def test_torchtitan_gets_its_own_back(titan: dict[str, ModuleType], monkeypatch:
         stop_tokenring(config)
     assert cp.closed and not any(each in own for each in ours)
     install()
-    titan["torchtitan.trainer"].Trainer.post_dataloading_process = another = lambda *_: None  # type: ignore[attr-defined]
+    titan["torchtitan.trainer"].Trainer.post_dataloading_process = another = lambda *_: None
     inputs._uninstall()
     assert standing(titan) == [own[0], another, *own[2:]]
 

@@ -122,7 +122,7 @@ def _uninstall() -> None:
     for name, kind in CALLERS.items():
         module = sys.modules.get(name)
         for owner, title in ((module, NAME), (getattr(module, kind, None), METHOD)):
-            ours = getattr(owner, title, None)
+            ours: Any = getattr(owner, title, None)
             if hasattr(ours, OURS):
                 setattr(owner, title, ours.__wrapped__)
 
