@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from tokenring.cli.call_options import heads_of_latents
 from tokenring.cli.plan.options import DTYPES, first_ranks, several_hosts, where
 from tokenring.cli.spelling import check_counts, heads_text
 from tokenring.display.units import time_text
@@ -77,24 +78,11 @@ def cached_call(options: argparse.Namespace, given: argparse.Namespace) -> Cache
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     latent_dim = None
     if options.latents:
-        kv_heads, latent_dim = _heads_of_latents(options), options.dim
+        kv_heads, latent_dim = heads_of_latents(options), options.dim
     whole = Workload(
         options.batch, tokens, cached, options.heads, kv_heads, options.dim, dtype, options.value_dim, latent_dim
     )
     return CachedCall(heads_of_group(whole, options.tp), net, machine)
-
-
-def _heads_of_latents(options: argparse.Namespace) -> int:
-    """Return 1, the heads of latents, which all query heads share. Raises ConfigurationError for other sizes."""
-    if options.kv_heads not in (None, 1):
-        raise ConfigurationError(f"--kv-heads {options.kv_heads} with --latents: they are of all heads; leave it out")
-    if options.value_dim is None or options.value_dim > options.dim:
-        raise ConfigurationError(
-            f"--latents of --dim {options.dim} elements, --value-dim {options.value_dim}: the first elements of a "
-            f"latent are its values, so give --value-dim N of at most {options.dim} (DeepSeek: --dim 576 --value-dim "
-            f"512)"
-        )
-    return 1
 
 
 def cached_json(call: CachedCall) -> str:
