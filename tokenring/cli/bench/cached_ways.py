@@ -34,7 +34,6 @@ WAYS: dict[str, tuple[Home, str]] = {  # who has the new tokens, and what the st
     "direct-kv": ("tokens", DIRECT_KV),
     "ring": ("tokens", RING),
 }
-LAYOUT = "contiguous"
 OF_NEW_TOKENS = DIRECT_Q  # the schedule of new tokens among themselves, the same in all ways
 BLOCK_ROWS = 256  # of scores in float64
 PAGE = 64  # tokens of a cache that are sealed together
@@ -101,7 +100,7 @@ class CachedStep:
 
     def __init__(self, case: CachedCase, tensors: StepTensors, make: Context, transport: Any) -> None:
         self.case, self.tensors = case, tensors
-        how: dict[str, Any] = {"layout": LAYOUT, "timeout_seconds": WAIT_SECONDS}
+        how: dict[str, Any] = {"layout": case.layout, "timeout_seconds": WAIT_SECONDS}
         topology = None if case.emulate is None else emulated(case.emulate, case.compute_tflops)
         self.cp = make(schedule=OF_NEW_TOKENS, transport=transport, topology=topology, **how)
         self.cp.check_open()

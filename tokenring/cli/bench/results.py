@@ -84,6 +84,11 @@ class CachedCase:
         """The elements of a head of v and out."""
         return self.value_dim
 
+    @property
+    def layout(self) -> str:
+        """The layout of what is cached, and of new tokens that are each rank's own."""
+        return "contiguous"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the values by name, as reports have them."""
         return asdict(self)

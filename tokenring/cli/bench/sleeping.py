@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -126,13 +127,22 @@ def cached_kernels(kernel: Any, flash: Any) -> Iterator[None]:
     """Let steps over a cache call `kernel` for `cached_partial`, and `flash` for torch's operator of one token."""
     from tokenring.api.caching import attending, one_token, rows
 
-    before = attending.cached_partial, rows.cached_partial, one_token.FLASH
-    attending.cached_partial = rows.cached_partial = kernel
-    one_token.FLASH = flash
+    names = {(attending, "cached_partial"): kernel, (rows, "cached_partial"): kernel, (one_token, "FLASH"): flash}
+    with replaced(names):
+        yield
+
+
+@contextmanager
+def replaced(names: Mapping[tuple[ModuleType, str], Any]) -> Iterator[None]:
+    """Let modules hold other values under these names."""
+    before = {(module, name): getattr(module, name) for module, name in names}
+    for (module, name), value in names.items():
+        setattr(module, name, value)
     try:
         yield
     finally:
-        attending.cached_partial, rows.cached_partial, one_token.FLASH = before
+        for (module, name), value in before.items():
+            setattr(module, name, value)
 
 
 def _zeros(like_BHSD: torch.Tensor, dim: int) -> torch.Tensor:
