@@ -176,8 +176,7 @@ def _messages(rounds: Sequence[_Round], starts: Sequence[float]) -> list[TracedM
             assert waited is not None
             began, ended = (round(time - starts[dst], DIGITS) for time in waited)
             sent = round(message.posted - starts[src], DIGITS)
-            details: dict[str, int | str] = {"peer": dst, "channel": message.channel, "bytes": message.nbytes}
-            found.append(TracedMessage(src, dst, message.label, sent, ended, began, "forward", details))
+            found.append(TracedMessage(src, dst, message.label, sent, ended, began, "forward", message.details))
     return found
 
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from tokenring.cli.bench.results import RaceCase
 from tokenring.cli.call_options import add_call_options, check_call, refuse_cached
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
     if CACHED in {each.split("=")[0] for each in (sys.argv[1:] if argv is None else argv)}:
         from tokenring.cli.trace.cached import case_of, options_of
 
-        made = MODULE_OF_CACHED, options_of, case_of
+        made: tuple[Any, ...] = MODULE_OF_CACHED, options_of, case_of
     else:
         made = MODULE, _options, _case
     outputs = {

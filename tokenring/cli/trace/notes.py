@@ -47,6 +47,11 @@ class NotedMessage:
     posted: float
     waited: tuple[float, float] | None = None
 
+    @property
+    def details(self) -> dict[str, int | str]:
+        """Its numbers, as a trace shows them."""
+        return {"peer": self.peer, "channel": self.channel, "bytes": self.nbytes}
+
 
 @dataclass
 class Notes:
@@ -59,7 +64,7 @@ class Notes:
     def clear(self) -> None:
         """Forget all of them."""
         for each in (self.done, self.sent, self.received):
-            each.clear()  # type: ignore[attr-defined]
+            each.clear()
 
     def call(self, kind: str, label: str, name: str, call: Callable[[], Any]) -> Any:
         """Make a call, and note it; return its result."""
@@ -84,9 +89,8 @@ class _NotedWork:
         message = self._message
         if message.waited is None:
             message.waited = began, ended
-        details = {"peer": message.peer, "channel": message.channel, "bytes": message.nbytes}
         what = f"{message.label} {self._where} rank {message.peer}"
-        self._notes.done.append(Note("wait", f"wait for {what}", f"wait {what}", began, ended, "", dict(details)))
+        self._notes.done.append(Note("wait", f"wait for {what}", f"wait {what}", began, ended, "", message.details))
 
 
 class NotingTransport:
@@ -119,8 +123,8 @@ class NotingTransport:
         into.append(message)
         what = "send" if where == "to" else "receive"
         label = f"post the {what} of {label} {where} rank {peer}"
-        details = {"peer": peer, "channel": channel, "bytes": message.nbytes}
-        self._notes.done.append(Note("post", label, f"{what} {where} {peer}", began, perf_counter(), "", dict(details)))
+        note = Note("post", label, f"{what} {where} {peer}", began, perf_counter(), "", message.details)
+        self._notes.done.append(note)
         return _NotedWork(self._notes, work, message, where)
 
 
