@@ -20,7 +20,7 @@ from tokenring.cli.bench.results import CachedCase, RaceMachine
 from tokenring.cli.trace.cached_worker import bars_of, traced_step
 from tokenring.cli.trace.chrome import to_chrome
 from tokenring.cli.trace.command import main
-from tokenring.cli.trace.notes import Note
+from tokenring.cli.trace.notes import StepNote
 from tokenring.cli.trace.picture import timeline_of, to_svg
 from tokenring.cli.trace.record import Traced
 from tokenring.cli.trace.table import spent, table, to_json
@@ -88,7 +88,7 @@ def test_notes_of_messages_in_an_executor_are_not_shown_twice(ranks: RankPools) 
 
 def test_steps_end_with_waits() -> None:
     kinds = "post", "wait", "wait", "compute", "wait", "merge"
-    notes = [Note(kind, "", "", float(at), at + 0.5) for at, kind in enumerate(kinds)]
+    notes = [StepNote(kind, "", "", float(at), at + 0.5) for at, kind in enumerate(kinds)]
     found = bars_of(0, notes, [], 0.0)
     assert [(bar.kind, bar.step) for bar in found] == [*zip(kinds, (0, 0, 0, 1, 1, 2), strict=True)]
 

@@ -15,7 +15,7 @@ from tokenring.display.safe_text import plain
 GAP = "  "
 
 
-class Shown(Protocol):
+class ShownReport(Protocol):
     """A report of a race, of any kind."""
 
     def to_json(self) -> str:
@@ -25,7 +25,7 @@ class Shown(Protocol):
         """Return the sentence about what is wrong; None: nothing is."""
 
 
-def shown(report: Shown, text: str, options: argparse.Namespace, console: Console) -> int:
+def shown(report: ShownReport, text: str, options: argparse.Namespace, console: Console) -> int:
     """Print a report, its text or JSON, and which files have it; return the exit code: 1 if something is wrong."""
     if options.printed:
         console.data(report.to_json())

@@ -22,7 +22,7 @@ from tokenring.cli.bench.cached_ways import CachedStep, StepTensors
 from tokenring.cli.bench.results import CachedCase
 from tokenring.cli.bench.worker import machine_of
 from tokenring.cli.trace.bars import DIGITS, bars
-from tokenring.cli.trace.notes import Note, NotedMessage, Notes, NotingTransport, noting
+from tokenring.cli.trace.notes import NotedMessage, Notes, NotingTransport, StepNote, noting
 from tokenring.cli.trace.record import Bar, Stretch, Traced, TracedMessage
 from tokenring.cli.trace.worker import WAIT_SECONDS, WARM_UP_ROUNDS, clock_name, median_round, slowest, starts_of
 from tokenring.gc_pause import no_collection
@@ -37,7 +37,7 @@ class _Round:
     zero: float
     began: float
     ended: float
-    done: list[Note]
+    done: list[StepNote]
     sent: list[NotedMessage]
     received: list[NotedMessage]
     events: list[Event]
@@ -130,14 +130,14 @@ def _joined(at_ranks: Sequence[_Rank]) -> dict[str, Any]:
     return {"one_clock": one_clock, "stretches": stretches, "bars": made, "messages": _messages(rounds, starts)}
 
 
-def bars_of(rank: int, notes: Sequence[Note], events: Sequence[Event], start: float) -> list[Bar]:
+def bars_of(rank: int, notes: Sequence[StepNote], events: Sequence[Event], start: float) -> list[Bar]:
     """Return the bars of a step at a rank, in order. A step of it ends with the waits of a round of messages.
 
     What a schedule's executor did is in its events, in which the notes of its messages lie.
     """
     begins = [event.began_seconds for event in events]
 
-    def is_inside(note: Note) -> bool:
+    def is_inside(note: StepNote) -> bool:
         at = bisect_right(begins, note.began) - 1
         return at >= 0 and note.ended <= events[at].ended_seconds
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenring.cli.bench.results import RaceCase
 from tokenring.cli.call_options import add_call_options, check_call, refuse_cached
-from tokenring.cli.trace.cached import add_outputs
+from tokenring.cli.trace.cached import add_outputs, case_of, options_of
 from tokenring.cli.trace.chrome import to_chrome
 from tokenring.cli.trace.picture import simulation_of, timeline_of, to_svg
 from tokenring.cli.trace.record import Traced
@@ -29,17 +29,15 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
 
     Raises ConfigurationError for options that do not fit.
     """
+    module, options = MODULE, _options
+    case: Callable[[argparse.Namespace, int], Any] = _case
     if CACHED in {each.split("=")[0] for each in (sys.argv[1:] if argv is None else argv)}:
-        from tokenring.cli.trace.cached import case_of, options_of
-
-        made: tuple[Any, ...] = MODULE_OF_CACHED, options_of, case_of
-    else:
-        made = MODULE, _options, _case
+        module, options, case = MODULE_OF_CACHED, options_of, case_of
     outputs = {
         "svg": lambda traced: to_svg(timeline_of(traced), simulation_of(traced)), "chrome": to_chrome, "save": to_json,
     }  # fmt: skip
     suffixes = {"svg": (".svg",), "chrome": (".json",), "save": (".json",)}
-    return Command("trace", *made, Traced.from_json, outputs, _show, suffixes).main(argv, environment)
+    return Command("trace", module, options, case, Traced.from_json, outputs, _show, suffixes).main(argv, environment)
 
 
 def _show(traced: Traced, options: argparse.Namespace, console: Console) -> int:

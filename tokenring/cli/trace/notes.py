@@ -24,7 +24,7 @@ AGREEMENTS = ("exchange", "exchange_text", "begin_call", "settle")
 
 
 @dataclass
-class Note:
+class StepNote:
     """Something that a rank did, in perf_counter seconds of its process. kind: one of picture.KINDS."""
 
     kind: str
@@ -57,7 +57,7 @@ class NotedMessage:
 class Notes:
     """All notes of a step at one rank, in order, with its messages."""
 
-    done: list[Note] = field(default_factory=list)
+    done: list[StepNote] = field(default_factory=list)
     sent: list[NotedMessage] = field(default_factory=list)
     received: list[NotedMessage] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class Notes:
         try:
             return call()
         finally:
-            self.done.append(Note(kind, label, name, began, perf_counter()))
+            self.done.append(StepNote(kind, label, name, began, perf_counter()))
 
 
 class _NotedWork:
@@ -90,7 +90,7 @@ class _NotedWork:
         if message.waited is None:
             message.waited = began, ended
         what = f"{message.label} {self._where} rank {message.peer}"
-        self._notes.done.append(Note("wait", f"wait for {what}", f"wait {what}", began, ended, "", message.details))
+        self._notes.done.append(StepNote("wait", f"wait for {what}", f"wait {what}", began, ended, "", message.details))
 
 
 class NotingTransport:
@@ -123,14 +123,14 @@ class NotingTransport:
         into.append(message)
         what = "send" if where == "to" else "receive"
         label = f"post the {what} of {label} {where} rank {peer}"
-        note = Note("post", label, f"{what} {where} {peer}", began, perf_counter(), "", message.details)
+        note = StepNote("post", label, f"{what} {where} {peer}", began, perf_counter(), "", message.details)
         self._notes.done.append(note)
         return _NotedWork(self._notes, work, message, where)
 
 
 @contextmanager
 def noting(notes: Notes) -> Iterator[None]:
-    """Note the kernels and merges of steps over a cache."""
+    """StepNote the kernels and merges of steps over a cache."""
 
     def kernel(real: Callable[..., Any]) -> Callable[..., Any]:
         def noted(q: torch.Tensor, k: torch.Tensor, *rest: Any, **how: Any) -> Any:
