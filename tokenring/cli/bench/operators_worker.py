@@ -9,8 +9,9 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,20 @@ from tokenring.launch.command import Tell, process_group, quiet, serve
 from tokenring.launch.follow import short
 
 Results = dict[str, torch.Tensor]
+
+
+@dataclass
+class Racer:
+    """One who takes part in a race of results by name.
+
+    wanted: its right results at this rank, float64; empty: they are not compared. around: holds what a turn needs, of
+    which its time does not count.
+    """
+
+    entry: Entry
+    call: Callable[[], Results] = dict
+    wanted: Results = field(default_factory=dict)
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass
@@ -63,8 +78,9 @@ def raced(case: OperatorCase, rank: int, ranks: int, tell: Tell) -> list[Entry]:
     given = given_of(case, rank, ranks)
     transport = tr.ContextParallel(transport=case.transport, timeout_seconds=WAIT_SECONDS).transport
     topology = None if case.emulate is None else emulated(case.emulate, None)
-    calls: list[Callable[[], Results]] = [lambda: torch_call(case, given, ranks)]
-    entries = [Entry(TORCH, PEER, "collectives, then products" if case.is_layer else "its collective", None, MEASURED)]
+    what = "collectives, then products" if case.is_layer else "its collective"
+    torch_entry = Entry(TORCH, PEER, what, None, MEASURED)
+    racers = [Racer(torch_entry, lambda: torch_call(case, given, ranks), given.wanted)]
     for name in case.schedules:
         tp = tr.TensorParallel(
             None, name, transport or case.transport, topology=topology, timeout_seconds=WAIT_SECONDS
@@ -72,21 +88,23 @@ def raced(case: OperatorCase, rank: int, ranks: int, tell: Tell) -> list[Entry]:
         entry = Entry(name, OURS, "schedule", tr.__version__, MEASURED)
         try:
             what, link_bytes = _said(case, tp, name)
-            entries.append(replace(entry, what=what, link_bytes=link_bytes))
-            calls.append(partial(our_call, case, given, tp))
+            entry = replace(entry, what=what, link_bytes=link_bytes)
+            racers.append(Racer(entry, partial(our_call, case, given, tp), given.wanted))
         except (tr.TokenRingError, ValueError) as error:  # of sizes and ranks, so on all ranks alike
-            entries.append(replace(entry, status=FAILED, reason=str(error)))
-            calls.append(dict)
-    rounds = WARM_UP_ROUNDS + case.rounds
-    setting: Any = RaceSetting(case, rank, ranks)  # type: ignore[arg-type]
+            racers.append(Racer(replace(entry, status=FAILED, reason=str(error))))
+    return in_turns(RaceSetting(case, rank, ranks), racers, tell)  # type: ignore[arg-type]
+
+
+def in_turns(setting: RaceSetting, racers: Sequence[Racer], tell: Tell) -> list[Entry]:
+    """Let everyone who has not failed or been left out have a turn in each round; return the entries."""
+    rounds = WARM_UP_ROUNDS + setting.case.rounds
     with no_collection():
         for turn in range(rounds):
-            running = [at for at, entry in enumerate(entries) if entry.status != FAILED]
-            for at in order(len(running), turn):
-                place = running[at]
-                tell(turn, rounds, f"round {turn + 1} of {rounds}: {entries[place].name}")
-                entries[place] = _turn(setting, entries[place], calls[place], given.wanted, turn)
-    return entries
+            running = [each for each in racers if each.entry.status in (MEASURED, WRONG)]
+            for at in order(len(running), turn) if running else []:
+                tell(turn, rounds, f"round {turn + 1} of {rounds}: {running[at].entry.name}")
+                running[at].entry = _turn(setting, running[at], turn)
+    return [each.entry for each in racers]
 
 
 def _said(case: OperatorCase, tp: tr.TensorParallel, name: str) -> tuple[str, int]:
@@ -106,15 +124,16 @@ def _said(case: OperatorCase, tp: tr.TensorParallel, name: str) -> tuple[str, in
     return f"schedule, takes {schedule.name}" if name == "auto" else "schedule", max(loads.values(), default=0)
 
 
-def _turn(setting: RaceSetting, entry: Entry, call: Callable[[], Results], wanted: Results, turn: int) -> Entry:
+def _turn(setting: RaceSetting, racer: Racer, turn: int) -> Entry:
     """Make one call on all ranks; the first is compared, and those behind the warm-up are timed."""
     found: Results = {}
-    took, forward, problem = 0.0, 0.0, ""
-    moment = begin_together(setting)
-    began = time.perf_counter() if moment is None else moment
+    entry, took, forward, problem = racer.entry, 0.0, 0.0, ""
     try:
-        found = call()
-        took = time.perf_counter() - began
+        with racer.around():
+            moment = begin_together(setting)
+            began = time.perf_counter() if moment is None else moment
+            found = racer.call()
+            took = time.perf_counter() - began
         forward = float(found.pop("forward ended", torch.tensor(began + took, dtype=torch.float64))) - began
     except Exception as error:
         problem = f"{type(error).__name__}: {short(error)}"
@@ -123,8 +142,8 @@ def _turn(setting: RaceSetting, entry: Entry, call: Callable[[], Results], wante
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
     if slowest[2]:
         return replace(entry, status=FAILED, reason=problem or "failed on another rank", forward_s=[], call_s=[])
-    if turn == 0:
-        return _compared(setting, entry, found, wanted)
+    if turn == 0 and racer.wanted:
+        return _compared(setting, entry, found, racer.wanted)
     if turn >= WARM_UP_ROUNDS:
         entry.forward_s.append(round(slowest[0].item(), 7))
         entry.call_s.append(round(slowest[1].item(), 7))
