@@ -115,7 +115,7 @@ def on_another_npu(here: Here) -> str:
 
 def test_tensors_on_another_npu_than_the_current_one(npus: NpuPools) -> None:
     """HCCL makes the communicator that the operator is told for the current device."""
-    says = "these tensors are on npu:2, and the communicator is that of the current device, npu:1: call torch.npu.set_de"
+    says = "these tensors are on npu:2, and the communicator is that of the current device, npu:1: call torch.npu.set_"
     heard, own = npus(2)(on_another_npu)
     assert says in own and says in heard and heard.startswith("rank 1 refused: ")
 

@@ -76,7 +76,7 @@ def _noted(name: str, schema: Any) -> Callable[..., Any]:
         _check(given)
         group = _group(given["hcom"], given["world_size"])
         on = given["input"]._index
-        refuse(on != group.named_on, f"tensors on npu:{on}, and {given['hcom']!r} is a communicator of {group.named_on}")
+        refuse(on != group.named_on, f"tensors on npu:{on}, and {given['hcom']!r} is of npu:{group.named_on}")
         return _gathered(given, group) if name == GATHER else _scattered(given, group)
 
     return call
