@@ -29,6 +29,7 @@ from published_rows import FA3, Row, call_of, excuse, published_seconds
 from tokenring.cli.advise.pricing import (
     BY_OPERATORS,
     BY_OPERATORS_GATHERED,
+    BY_OPERATORS_WAITED,
     FUSED,
     GATHER,
     Merging,
@@ -43,7 +44,7 @@ BOUND = 0.25  # of a predicted time's error
 # Of a system, by the first words of its name: the schedule that its ring is, and how it merges. Others are
 # ring-flash-attention's code. The rings of xDiT and diffusers gather; MagiAttention's baselines merge by one kernel.
 HOW: dict[str, tuple[str, Merging]] = {
-    "xDiT": (GATHER, BY_OPERATORS_GATHERED), "diffusers": (GATHER, BY_OPERATORS_GATHERED), FA3: ("ring", FUSED),
+    "xDiT": (GATHER, BY_OPERATORS_GATHERED), "diffusers": (GATHER, BY_OPERATORS_WAITED), FA3: ("ring", FUSED),
 }  # fmt: skip
 SCHEDULES = ("ring", "ulysses", "all-gather-kv")
 

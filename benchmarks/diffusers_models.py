@@ -5,9 +5,9 @@
 
 errors: output and gradients against one process in float64, with those of diffusers' own float32 in one process beside;
 lengths of the joint sequence have every residue modulo the ranks. bytes: what all ranks send in one forward pass of a
-model, without gradients, for attention and for gathering the output; and what diffusers' own sends, with its gathers of
-sizes. Its enable_parallelism asks for an accelerator: the count of devices is set to one for it. Ends with 1 if
-anything is wrong. Needs diffusers; docs/diffusers.md names versions.
+model as in a pipeline, without gradients, for attention and for gathering the output; and what diffusers' own sends,
+with its gathers of sizes. Its enable_parallelism asks for an accelerator: the count of devices is set to one for it.
+Ends with 1 if anything is wrong. Needs diffusers; docs/diffusers.md names versions.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def our_bytes(here: Here, name: str, heads: int, text: int, image: int, schedule
     sent, names = 0, set()
     with quiet() as patched, torch.no_grad():
         cp = here.cp(schedule=schedule)
-        model, plan = use_tokenring(make_model(name, heads), cp), type(cp).plan
+        model, plan = use_tokenring(make_model(name, heads).eval(), cp), type(cp).plan  # as in a pipeline
         patched.setattr(type(cp), "plan", lambda self, request: names.add((found := plan(self, request)).name) or found)
         assert cp.transport is not None
         counted = gathering.dist.all_to_all_single

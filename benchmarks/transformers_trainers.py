@@ -2,11 +2,14 @@
 
     python benchmarks/transformers_trainers.py [--models llama gpt_oss] [--trainers trainer sft] [--join ddp fsdp2]
                                                [--ranks 2 4] [--cp 2] [--optim sgd] [--evaluated 14]
+                                               [--resume full]
 
 Trainer: batches of texts of several lengths, padded at the right. SFTTrainer: packed. The ranks form ranks / cp groups,
 which get batches of their own. --join: what joins gradients: DDP; FSDP2 over all ranks (fsdp2); FSDP2 over the ranks
 of cp, with a copy in each group (hsdp); both again, sharded as transformers loads the weights (native, native-hsdp).
 accelerate wraps by FSDP on accelerators alone: here its state is told that processes of CPUs are some.
+--resume: the runs of several ranks save a checkpoint after half of their steps and end; new processes resume from it,
+with models of other weights; FSDP2 saves whole weights, or each rank its shards. That of one process goes through.
 Compares each step's loss and norm of gradients, and the loss of an evaluation at the end. AdamW forgives gradients
 that are wrong by a factor; the norm and --optim sgd do not. Needs transformers, accelerate and trl
 (docs/transformers.md). Tiny models with random weights; nothing is downloaded. Ends with 1 if a loss differs by more
@@ -44,7 +47,10 @@ def main() -> int:
     parser.add_argument("--optim", default="adamw_torch")
     parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
     parser.add_argument("--evaluated", type=int, default=16, help="sequences, at the end")
+    parser.add_argument("--resume", choices=("full", "sharded"), help="from a checkpoint, after half of the steps")
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--half", choices=("first", "second"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.train:
         train(given)
@@ -71,10 +77,23 @@ def largest(found: list[float], wanted: list[float]) -> float:
 
 
 def logged(trainer: str, model: str, ranks: int, join: str, given: argparse.Namespace) -> dict[str, list[float]]:
+    """Return what a run logs of its steps, whole or in halves."""
+    with tempfile.TemporaryDirectory() as folder:
+        if not given.resume or ranks == 1:
+            return logged_in(folder, trainer, model, ranks, join, given)
+        logged_in(folder, trainer, model, ranks, join, given, "--half", "first")
+        return logged_in(folder, trainer, model, ranks, join, given, "--half", "second")
+
+
+def logged_in(
+    folder: str, trainer: str, model: str, ranks: int, join: str, given: argparse.Namespace, *half: str
+) -> dict[str, list[float]]:
+    """Return what the processes of a run log, whose checkpoints are in a folder."""
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *start, __file__, "--train", "--trainers", trainer, "--models", model, "--join", join]
     command += ["--cp", str(given.cp), "--optim", given.optim, "--accumulate", str(given.accumulate)]
-    command += ["--evaluated", str(given.evaluated)]
+    command += ["--evaluated", str(given.evaluated), "--folder", folder, *half]
+    command += [] if given.resume is None else ["--resume", given.resume]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     found = re.search(r"^log: (.*)$", done.stdout, re.MULTILINE)
@@ -94,8 +113,8 @@ def train(given: argparse.Namespace) -> None:
     import tokenring as tr
 
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = settings(folder, given)
+    with tempfile.TemporaryDirectory() as folder:  # of a rank alone
+        arguments = settings(given.folder or folder, given)
         cp, groups = tr.ContextParallel("self"), 1
         if dist.is_initialized():
             groups = dist.get_world_size() // given.cp
@@ -105,7 +124,11 @@ def train(given: argparse.Namespace) -> None:
         # The Trainer weighs the tokens of a step alike, over all groups; trl takes the mean of batches.
         arguments.per_device_eval_batch_size = 2 if given.trainers[0] == "sft" else SEQUENCES // groups
         made = trainer_of(given.trainers[0], model_of(given, folder), arguments, cp, given.evaluated)
-        made.train()
+        if given.half == "first":
+            made.add_callback(half_way())
+        if given.half == "second":
+            change_weights(made.model)
+        made.train(resume_from_checkpoint=given.half == "second")
         made.evaluate()
         sharded = any(isinstance(each, torch.distributed.tensor.DTensor) for each in made.model.parameters())
         assert sharded == (given.join[0] != "ddp" and dist.is_initialized())  # accelerate may leave it silently
@@ -113,6 +136,26 @@ def train(given: argparse.Namespace) -> None:
             print("log:", json.dumps({name: logged_by(made, name) for name in ("loss", "grad_norm", "eval_loss")}))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def half_way() -> Any:
+    """Return a callback that saves and ends after half of the steps."""
+    from transformers import TrainerCallback
+
+    class HalfWay(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            control.should_save = control.should_training_stop = state.global_step == STEPS // 2
+
+    return HalfWay()
+
+
+def change_weights(model: Any) -> None:
+    """Change all weights, so that only those of a checkpoint give the losses that are wanted."""
+    import torch
+
+    with torch.no_grad():
+        for each in model.parameters():
+            each.mul_(0.5)
 
 
 def logged_by(trainer: Any, name: str) -> list[float]:
@@ -133,7 +176,8 @@ def settings(folder: str, given: argparse.Namespace) -> Any:
     }  # fmt: skip
     if join in ("fsdp2", "hsdp") and world > 1:
         let_cpus_shard()
-        common["fsdp"] = True
+        kind = "SHARDED_STATE_DICT" if given.resume == "sharded" else "FULL_STATE_DICT"
+        common |= {"fsdp": True, "fsdp_config": {"state_dict_type": kind}}
     if join == "hsdp" and world > 1:
         common["parallelism_config"] = ParallelismConfig(dp_replicate_size=world // given.cp, dp_shard_size=given.cp)
     if given.trainers[0] == "trainer":
@@ -146,7 +190,7 @@ def settings(folder: str, given: argparse.Namespace) -> Any:
 
 def let_cpus_shard() -> None:
     """Let accelerate take FSDP for processes of CPUs, which it leaves to DDP without a word."""
-    from accelerate.state import AcceleratorState, DistributedType
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
 
     made = AcceleratorState.__init__
 
@@ -154,6 +198,7 @@ def let_cpus_shard() -> None:
         made(self, *args, fsdp_plugin=fsdp_plugin, **more)
         if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = self.distributed_type  # which later ones begin with
 
     AcceleratorState.__init__ = init
 

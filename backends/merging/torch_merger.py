@@ -92,11 +92,17 @@ class TorchMerger:
         return out, lse
 
 
-def copying(out: Fetch, lse: Fetch) -> AcceptOut:
+def copying(out: Fetch, lse: Fetch | None = None) -> AcceptOut:
     """Return a function that copies a call's first partial result into its accumulators.
 
-    out, lse: fetch the accumulators from a call.
+    out, lse: fetch the accumulators from a call; None: that of lse is not kept there.
     """
+
+    def copy_out(call: Any, new_out: torch.Tensor, new_lse: torch.Tensor) -> None:
+        out(call).copy_(new_out)
+
+    if lse is None:
+        return copy_out
 
     def copy(call: Any, new_out: torch.Tensor, new_lse: torch.Tensor) -> None:
         out(call).copy_(new_out)

@@ -13,7 +13,7 @@ from patience import patient
 
 from tokenring.cli.advise.choices import Choice, Job
 from tokenring.cli.advise.engines import ENGINES
-from tokenring.cli.advise.pricing import BY_OPERATORS, FUSED
+from tokenring.cli.advise.pricing import BY_OPERATORS, BY_OPERATORS_GATHERED, FUSED
 from tokenring.cli.models import KNOWN
 
 LLAMA, FLUX, OSS, GEMMA = (KNOWN[name] for name in ("llama-3.1-8b", "flux.1-dev", "gpt-oss-20b", "gemma-2-9b"))
@@ -106,7 +106,7 @@ class TestDiffusion:
         found = options("xdit", SERVE)
         assert {each.reason for each in found.values()} == {None}
         assert found["--ring_degree 8"].merging.gathered and found["--ulysses_degree 8"].merging == FUSED
-        assert found["--ulysses_degree 2 --ring_degree 4"].merging == BY_OPERATORS
+        assert found["--ulysses_degree 2 --ring_degree 4"].merging == BY_OPERATORS_GATHERED
         uneven = replace(SERVE, length=4610)
         assert fitting("xdit", uneven) == fitting("xdit", SERVE) and ENGINES["xdit"].lengths(SERVE) is None
         assert "pad sequences to a multiple of 8" in str(ENGINES["xdit"].lengths(uneven))

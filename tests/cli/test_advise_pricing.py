@@ -10,6 +10,7 @@ import torch
 from tokenring.cli.advise.pricing import (
     BY_OPERATORS,
     BY_OPERATORS_GATHERED,
+    BY_OPERATORS_WAITED,
     FUSED,
     GATHER,
     Merging,
@@ -62,8 +63,31 @@ def test_gathered_blocks_are_computed_one_by_one() -> None:
     least = Merging(1, 1, gathered=True)
     assert one_by_one - at_once > choice_seconds(call(), GATHER, least) - at_once > 0
     training = call(training=True)
-    more = choice_seconds(training, GATHER, BY_OPERATORS_GATHERED) - choice_seconds(training, GATHER)
-    assert more == pytest.approx(one_by_one - at_once)  # backward adds gradients, whatever forward merged
+    more = choice_seconds(training, GATHER, BY_OPERATORS_WAITED) - choice_seconds(training, GATHER)
+    kernels = [predict(make(training, name), training.setting).compute_seconds for name in ("ring", GATHER)]
+    merged = choice_seconds(call(), GATHER, BY_OPERATORS_WAITED) - choice_seconds(call(), GATHER, least)
+    assert more - (kernels[0] - kernels[1]) == pytest.approx(merged, rel=0.1)  # backward merges nothing
+
+
+def test_the_own_block_is_computed_beside_a_gather() -> None:
+    """Hide as much by torch and xDiT as one block of eight takes, or the gather, whichever is less."""
+    waited, beside = (choice_seconds(call(), GATHER, each) for each in (BY_OPERATORS_WAITED, BY_OPERATORS_GATHERED))
+    kernels = predict(make(call(), "ring"), call().setting).compute_seconds
+    found = predict(make(call(), GATHER), call().setting)
+    assert waited - beside == pytest.approx(min(kernels / 8, found.seconds - found.compute_seconds))
+
+
+@pytest.mark.parametrize("inner", (2, 4))
+def test_ulysses_beside_a_gathered_ring_waits(inner: int) -> None:
+    """Overlap nothing of it but, by torch's ring, one block with the gather alone; merge as often as a ring."""
+    name = f"usp/{inner}"
+    ring, waited, beside = (
+        choice_seconds(call(), name, each) for each in (BY_OPERATORS, BY_OPERATORS_WAITED, BY_OPERATORS_GATHERED)
+    )
+    kernels = predict(make(call(), name), call().setting).compute_seconds
+    assert ring < waited and 0 < waited - beside <= 1.001 * kernels / (8 // inner)
+    fewer = Merging(1, 1, gathered=True)
+    assert choice_seconds(call(), name, fewer) < waited
 
 
 def test_blocks_are_gathered_to_each_host_once() -> None:

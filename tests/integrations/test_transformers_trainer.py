@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +120,22 @@ def test_deepspeed_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match="DeepSpeed is not supported by tokenring's Trainer"):
         OnSpeedy().create_accelerator_and_postprocess()
+
+
+@pytest.mark.parametrize("version", (1, 2))
+def test_fsdp1_is_refused_and_fsdp2_is_not(version: int) -> None:
+    class Sharded:
+        def create_accelerator_and_postprocess(self) -> None:
+            state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
+            self.accelerator = SimpleNamespace(parallelism_config=None, state=state)
+
+    class OnSharded(TokenRingTrainerMixin, Sharded):
+        def __init__(self) -> None:
+            self.tokenring = tr.ContextParallel("self")
+
+    refusal = pytest.raises(UnsupportedError, match=r"FSDP1 is not supported .*fsdp_config=\{'version': 2\}")
+    with refusal if version == 1 else nullcontext():
+        OnSharded().create_accelerator_and_postprocess()
 
 
 class Ours(TokenRingTrainerMixin, Trainer):  # type: ignore[misc]

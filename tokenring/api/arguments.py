@@ -223,6 +223,10 @@ def not_chosen(
 
         named = encoded(named, codecs)
         check_codecs(named)  # the rest of the proof tests have made, as of all that have names
+    if not request.wants_lse:
+        from tokenring.ir.passes import without_lse
+
+        named = without_lse(named)
     return GivenSchedule(named, f"requested by name: {asked}")
 
 

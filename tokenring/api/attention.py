@@ -98,7 +98,8 @@ def attention(
             raise UnsupportedError(unsupported)
     q, k, v = ordered(q, k, v, cp, order)
     # Not whether these tensors want gradients: ranks may differ in that, and must choose the same schedule.
-    out, lse = attend(q, k, v, cp, mask, scale, torch.is_grad_enabled(), is_causal, sinks, softcap, layout)
+    training = torch.is_grad_enabled()
+    out, lse = attend(q, k, v, cp, mask, scale, training, is_causal, sinks, softcap, layout, wants_lse=return_lse)
     out = out_in_order(out, order)
     warn_if_swapped(q, k, order)
     return (out, lse) if return_lse else out
@@ -116,11 +117,12 @@ def attend(
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
     layout: Layout | None = None,
+    wants_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse of `attention`, for a caller that knows what gradients being off does not say.
 
     training: whether a backward pass follows; also in the forward pass of a checkpoint, which is done again with
-    gradients on and should take the same schedule then.
+    gradients on and should take the same schedule then. wants_lse: where nothing does, lse may be an empty tensor.
     """
     if torch.compiler.is_compiling():
         check_context(cp)
@@ -130,7 +132,7 @@ def attend(
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         given_q, given_k, given_v, request = prepared(
-            q, k, v, cp, mask, scale, training, is_causal, sinks, softcap, layout
+            q, k, v, cp, mask, scale, training, is_causal, sinks, softcap, layout, wants_lse
         )
         return attend_as(given_q, given_k, given_v, cp, request, sinks)
 
@@ -149,13 +151,15 @@ def prepared(
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
     layout: Layout | None = None,
+    wants_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Request]:
     """Return the `call_inputs` and the `make_request` of a call that all ranks make; their errors reach all ranks."""
     check_context(cp)
     with refusing(cp, "forward", q, k, v):
         q, k, v = call_inputs(q, k, v, cp)
         refuse_transforms()
-        return q, k, v, make_request(q, k, v, cp, mask, scale, training, is_causal, sinks, softcap, layout)
+        request = make_request(q, k, v, cp, mask, scale, training, is_causal, sinks, softcap, layout, wants_lse)
+        return q, k, v, request
 
 
 def attend_as(
@@ -175,10 +179,13 @@ def plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel, mask: MaskLike = None, *,
     order: Order | None = None, is_causal: bool | None = None, layout: Layout | None = None,
 ) -> Plan:  # fmt: skip
-    """Return the schedule that `attention` takes for these tensors, with the reason and the other candidates."""
+    """Return the schedule that `attention` takes for these tensors, with the reason and the other candidates.
+
+    For calls as they are now, with gradients or under torch.no_grad; without return_lse and sinks.
+    """
     q, k, v = in_order(q, k, v, order)
     q, k, v = call_inputs(q, k, v, cp)
-    found = cp.plan(make_request(q, k, v, cp, mask, None, is_causal=is_causal, layout=layout))
+    found = cp.plan(make_request(q, k, v, cp, mask, None, is_causal=is_causal, layout=layout, wants_lse=False))
     warn_if_swapped(q, k, order)
     return found
 

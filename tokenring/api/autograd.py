@@ -8,6 +8,7 @@ refused, by a node that the pass leaves on its results.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -17,7 +18,7 @@ from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_tensor
 from tokenring.backends.kernels.delta import AnyDelta, rows_delta
 from tokenring.errors import UnsupportedError
-from tokenring.runtime.agreement import LSE_GRADIENT, SINKS, Disagreement, beginning, refusing
+from tokenring.runtime.agreement import LSE_GRADIENT, SINKS, UNWANTED, Disagreement, beginning, refusing
 from tokenring.runtime.call import ActiveCall
 from tokenring.runtime.executor import Executor
 from tokenring.sequence.workload import Request
@@ -160,7 +161,13 @@ def forward_pass(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Agree on a forward pass with all ranks and run it; return what `run_forward` does."""
     notes = (() if sinks is None else (SINKS,)) if expansion is None else (expansion.said,)
-    executor = cp.executor(request, "forward", *notes)
+    try:
+        executor = cp.executor(request, "forward", *notes)
+    except Disagreement as found:
+        if UNWANTED not in found.fields:
+            raise
+        # Some ranks want the lse and some do not: all make the call again, as one where all do.
+        executor = cp.executor(replace(request, wants_lse=True), "forward", *notes)
     return run_forward(executor, cp.active_trace, q, k, v, sinks, expansion=expansion)
 
 
@@ -200,7 +207,7 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return out [B, T, Hq, D] in q's dtype, lse [B, Hq, T] fp32, and the bytes that backward wants besides, if any.
 
-    All are memory of their own. Raises what the transport raises.
+    All are memory of their own; lse is [0] where the schedule leaves it out. Raises what the transport raises.
     """
     with beginning(executor.transport):
         kept = executor.views.new_kept(q.device)
@@ -210,7 +217,10 @@ def run_forward(
     with torch.autocast(q.device.type, enabled=False):  # kernels and merges choose their precision themselves
         executor.run(call, trace)
     out = executor.result(call, "q_partial", "out")
-    lse = executor.result(call, "q_partial", "lse").clone(memory_format=torch.contiguous_format)
+    if executor.views.operator.left_out:
+        lse = out.new_empty(0)
+    else:
+        lse = executor.result(call, "q_partial", "lse").clone(memory_format=torch.contiguous_format)
     if sinks is not None:
         from tokenring.api.sinks import with_sinks
 

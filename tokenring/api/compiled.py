@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -65,12 +65,6 @@ NUMBER = "_number"  # attribute of a mask that has one
 Bounds = tuple[int, ...] | None
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k, v and the sinks
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def outside(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Call a function, which the compiler breaks its graph for: linear layers and collectives are no operators."""
-    return function(*given, **named)
 
 
 def traced_attention(

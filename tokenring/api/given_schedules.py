@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tokenring.errors import ConfigurationError
+from tokenring.ir.passes import for_call
 from tokenring.planner.choosing.plan import Plan
 from tokenring.schedule.schedule import GivenSchedule, Schedule
 from tokenring.schedule.scheme import Scheme, build
@@ -32,21 +33,22 @@ def given_schedule(
     """
     if isinstance(asked, Schedule):
         check_made_for(asked, *layouts, request.mask)
-        return GivenSchedule(_encoded(asked, codecs).verify(), "the schedule that was given")
+        return GivenSchedule(_of_call(asked, request, codecs), "the schedule that was given")
     if isinstance(asked, Scheme):
         made = build(asked, *layouts, request.mask)
-        return GivenSchedule(_encoded(made, codecs).verify(), "the scheme that was given")
+        return GivenSchedule(_of_call(made, request, codecs), "the scheme that was given")
     check_made_for(asked.schedule, *layouts, request.mask)
     reason = f"the plan that was given: {asked.reason}"
-    return replace(asked, schedule=asked.schedule.verify(), workload=request.workload, reason=reason)
+    return replace(asked, schedule=_of_call(asked.schedule, request), workload=request.workload, reason=reason)
 
 
-def _encoded(schedule: Schedule, codecs: Codecs) -> Schedule:
-    if not codecs:
-        return schedule
-    from tokenring.ir.wire_formats import encoded
+def _of_call(schedule: Schedule, request: Request, codecs: Codecs = ()) -> Schedule:
+    """Return the schedule as the call takes it, proved: encoded, and with the lse or without it."""
+    if codecs:
+        from tokenring.ir.wire_formats import encoded
 
-    return encoded(schedule, codecs)
+        schedule = encoded(schedule, codecs)
+    return for_call(schedule, request.wants_lse).verify()
 
 
 def check_made_for(schedule: Schedule, q_layout: Layout, kv_layout: Layout, mask: Mask) -> None:

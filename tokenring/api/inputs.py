@@ -53,12 +53,19 @@ def make_request(
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
     layout: Layout | None = None,
+    wants_lse: bool = True,
 ) -> Request:
-    """Return a call's request, after checks that everything fits together. training None: if gradients are on."""
+    """Return a call's request, after checks that everything fits together. training None: if gradients are on.
+
+    wants_lse: the caller does; sinks and a backward pass do, too.
+    """
     training = torch.is_grad_enabled() if training is None else training
     check_sinks(sinks, q)
     differentiable = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    return request_of(q, k, v, cp, mask_of(mask, is_causal), scale, training, differentiable, softcap, layout)
+    wants_lse = wants_lse or training or differentiable or sinks is not None
+    return request_of(
+        q, k, v, cp, mask_of(mask, is_causal), scale, training, differentiable, softcap, layout, wants_lse
+    )
 
 
 def request_of(
@@ -72,6 +79,7 @@ def request_of(
     differentiable: bool,
     softcap: float | None = None,
     layout: Layout | None = None,
+    wants_lse: bool = True,
     again: bool = False,
 ) -> Request:
     """Return a call's request where autograd's mode was another one when the call was made, as in a compiled graph.
@@ -83,7 +91,7 @@ def request_of(
     if layout is None and cp.layout == AUTO:
         layout = _auto_layout(Held(q.shape[1], k.shape[1]), (workload.q_length, workload.kv_length), cp, mask, again)
     scale, softcap = checked_scale(scale, q.shape[-1]), checked_softcap(softcap)
-    return Request(workload, mask, scale, training, q.device, differentiable, softcap, layout)
+    return Request(workload, mask, scale, training, q.device, differentiable, softcap, layout, wants_lse)
 
 
 def call_inputs(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenring.ir.schedule_data import ATTENTION, Kind, TileOperator
+from tokenring.ir.schedule_data import ATTENTION, ATTENTION_OUT, Kind, TileOperator
 
 
 def _backward_of(
@@ -80,5 +80,5 @@ ROW_DW = _backward_of(ROW, "dw", ("kv_partial",), ("kv",), ("c",))
 COLUMN_X = replace(COLUMN, name="column-x", pairs={**(COLUMN.pairs or {}), "forward": ("c", "a")})
 OPERATORS = {
     each.name: each
-    for each in (ATTENTION, COLUMN, ROW, REDUCE, GATHER, COLUMN_DX, COLUMN_DW, COLUMN_X, ROW_DC, ROW_DW)
+    for each in (ATTENTION, COLUMN, ROW, REDUCE, GATHER, COLUMN_DX, COLUMN_DW, COLUMN_X, ROW_DC, ROW_DW, ATTENTION_OUT)
 }

@@ -8,11 +8,12 @@ from functools import lru_cache
 from itertools import product
 from typing import TypeVar
 
-from tokenring.ir.schedule_data import PARTIALS, Block, Move, ScheduleData, Tile, units_of
+from tokenring.ir.schedule_data import ATTENTION, ATTENTION_OUT, PARTIALS, Block, Move, ScheduleData, Tile, units_of
 from tokenring.sequence.layout import Layout, Positions
 from tokenring.sequence.mask import Mask
 
 S = TypeVar("S", bound=ScheduleData)
+SEEN_RANKS = 16  # up to which a rank makes the tiles of all anyway
 
 
 def fuse(schedule: S) -> S:
@@ -184,6 +185,30 @@ def _pairs(schedule: ScheduleData, tiles: list[Tile]) -> int:
     where, mask = schedule.positions, schedule.mask
     units = ((where(q), where(kv)) for tile in tiles for q, kv in product(tile.q, tile.kv))
     return sum(patch.pairs() for q, kv in units for patch in mask.region(q, kv))
+
+
+def for_call(schedule: S, wants_lse: bool) -> S:
+    """Return the schedule as calls take it that want the lse of their rows at home, or that do not."""
+    if wants_lse:
+        return schedule.replace(operator=ATTENTION) if schedule.operator == ATTENTION_OUT else schedule
+    return without_lse(schedule)
+
+
+def without_lse(schedule: S) -> S:
+    """Return the schedule with results that go home without their lse, for calls that want none.
+
+    Only where some rank makes all of each row, so that nothing is merged at home: otherwise the schedule itself. That
+    takes the tiles of all ranks, so that schedules of many stay as they are.
+    """
+    if schedule.world_size > SEEN_RANKS:
+        return schedule
+    makers: dict[Block, int] = {}
+    for tile in schedule.tiles:
+        for block in tile.q:
+            if makers.setdefault(block, tile.rank) != tile.rank:
+                return schedule
+    returns = any(schedule.owner(block) != rank for block, rank in makers.items())
+    return schedule.replace(operator=ATTENTION_OUT) if returns and schedule.operator == ATTENTION else schedule
 
 
 def order(schedule: S) -> S:

@@ -44,7 +44,8 @@ class TileOperator:
     carries: what a block carries in a pass; a kind that is not there does not move. home: the kinds of results, which
     are reduced at the owner of their unit. pairs: tensors with an element, or a row, for each (row, column) pair; they
     lie where their tile is computed. merge: of forward; gradients are added.
-    flops: of a pair, for each element of head_dim and of value_dim.
+    flops: of a pair, for each element of head_dim and of value_dim. left_out: statistics of results of forward that
+    stay with who made them: each row is made by one rank, and merged with nothing where it goes.
     """
 
     name: str
@@ -53,6 +54,7 @@ class TileOperator:
     merge: Literal["log-sum-exp", "sum"]
     flops: Mapping[Pass, tuple[int, int]]
     pairs: Mapping[Pass, tuple[str, ...]] | None = None
+    left_out: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -73,6 +75,8 @@ ATTENTION = TileOperator(
     "log-sum-exp",
     {"forward": (2, 2), "backward": (6, 4)},
 )
+# Attention for calls that want no lse, and so have no backward pass: out goes home alone, where nothing is merged.
+ATTENTION_OUT = replace(ATTENTION, name="attention-out", left_out=("lse",))
 
 
 @lru_cache(maxsize=64)

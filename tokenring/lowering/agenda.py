@@ -35,8 +35,9 @@ class Agenda:
         self.direct_partials = self._written_once() if any(self.narrow(kind) for kind in PARTIAL_OF.values()) else set()
 
     def narrow(self, kind: Kind) -> bool:
-        """Return whether partials of a kind are narrower on the wire than in accumulators, which are in fp32."""
-        return self.half or kind in self.schedule.formats
+        """Return whether partials of a kind are narrower on the wire than in accumulators, in fp32 and whole."""
+        leaves_out = bool(self.schedule.operator.left_out) and self.direction == "forward"
+        return self.half or leaves_out or kind in self.schedule.formats
 
     def by_step(self, early: bool, small: bool) -> dict[int, list[Message]]:
         """Return the messages by the step in which they are posted, some receives at once (in step 0).

@@ -79,6 +79,7 @@ class Records:
         check_workload(schedule, workload, direction)
         self.workload, self.direction = workload, direction
         self.groups, self.keep, self.carries = schedule.head_groups, schedule.keep, schedule.operator.carries
+        self.left_out = schedule.operator.left_out if direction == "forward" else ()
         self.formats = formats_of(schedule, workload) if schedule.codecs else {}
         self._made: dict[tuple[Kind, bool, bool], Record] = {}
 
@@ -91,6 +92,8 @@ class Records:
 
     def _make(self, kind: Kind, full_precision: bool, all_heads: bool) -> Record:
         statistics, tensors = self.carries[kind, self.direction]
+        if self.left_out and not full_precision:
+            statistics = tuple(name for name in statistics if name not in self.left_out)
         if self.direction == "backward" and kind == "q" and "q" in self.keep:
             tensors = ("dout",)
         size = self.workload

@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tokenring.ir.schedule_data import Tile
 from tokenring.lowering.program import BUNDLE, Collective, Instruction, Program, Recv, Send
 from tokenring.proof.slot_contents import ContentRun, Rows
 
@@ -71,6 +72,11 @@ def name_of(post: Post) -> str:
     """Return the message as errors name it."""
     way = "receive" if isinstance(post, Recv) else "send"
     return f"{way} {post.message} ({post.label}, rank {peer(post)}, {post.channel})"
+
+
+def tile_name(tile: Tile) -> str:
+    """Return the blocks of a tile, as errors name them."""
+    return f"{','.join(map(str, tile.q))} × {','.join(map(str, tile.kv))}"
 
 
 class Queues(NamedTuple):

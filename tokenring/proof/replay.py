@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenring.errors import ScheduleError
-from tokenring.ir.schedule_data import PASSES, REQUEST_OF, Kind, ScheduleData, Tile
+from tokenring.ir.schedule_data import PASSES, REQUEST_OF, Kind, ScheduleData
 from tokenring.lowering.lower import agenda_of, lower_agenda
 from tokenring.lowering.program import (
     NOTHING,
@@ -33,11 +33,12 @@ from tokenring.lowering.program import (
     Send,
     Span,
     Wait,
-)
+)  # fmt: skip
 from tokenring.lowering.storage import storage_of
 from tokenring.lowering.target import APART, Target
+from tokenring.proof.encodings import check_merged, encoded, rewritten
 from tokenring.proof.paired import PAIR_KINDS, BeyondPairs, PairTokens
-from tokenring.proof.rendezvous import Queues, Rank, Rendezvous, Wrong, name_of
+from tokenring.proof.rendezvous import Queues, Rank, Rendezvous, Wrong, name_of, tile_name
 from tokenring.proof.slot_contents import (
     NOBODY,
     ContentRun,
@@ -107,7 +108,7 @@ class _Replay:
         self.pairs, self.schedule = pairs, pairs.schedule
         self.direction = programs[0].direction
         self.kinds: tuple[Kind, ...] = self.schedule.operator.home[self.direction]
-        self.in_pairs, self.encoded = PairTokens(self.schedule), RESULTS & self.schedule.formats.keys()
+        self.in_pairs, self.encoded = PairTokens(self.schedule), rewritten(self.schedule, self.direction)
         self.tally = Tally(pairs, self.kinds)
         self.ranks = [Rank(program) for program in programs]
         for rank, slots in zip(self.ranks, kept or [], strict=bool(kept)):
@@ -219,8 +220,6 @@ class _Replay:
                     there = self.pairs.block(REQUEST_OF[kind], rank.rank, run.start, heads)
                     raise rank.wrong(f"puts {self._names(kind, [run], heads)} home into the rows of {there}")
         if kind in self.encoded and not rank.program.slots[slot].full_precision:
-            from tokenring.proof.encodings import encoded
-
             runs = encoded(rank, span, runs, first)
         if first:
             self._check_free(rank, span)
@@ -234,6 +233,8 @@ class _Replay:
             except (Missing, Mixed, Twice) as clash:
                 text = f"merges {self._names(kind, [run], heads)} {self._clash(kind, span, clash)}"
                 raise rank.wrong(text) from None
+        if self.schedule.operator.left_out:
+            check_merged(rank, span, rows)
 
     def _clash(self, kind: Kind, span: Span, clash: Missing | Mixed | Twice) -> str:
         match clash:
@@ -264,7 +265,7 @@ class _Replay:
         if isinstance(does, Attend | Multiply):
             here = (does.step, rank.rank, does.q.heads)
             tiles = [tile for tile in self.schedule.tiles if (tile.step, tile.rank, tile.heads) == here]
-            return f", for {' or '.join(_tile_name(tile) for tile in tiles)}"
+            return f", for {' or '.join(tile_name(tile) for tile in tiles)}"
         if isinstance(does, Merge):
             for slot, start, stop, heads in (does.source, does.into):
                 rows = rank.held[slot][heads].values()
@@ -394,7 +395,3 @@ DOES: dict[type, Callable[[_Replay, Rank, Any], None]] = {
 
 def _kept_slots(program: Program) -> list[int]:
     return [index for index, slot in enumerate(program.slots) if slot.kept]
-
-
-def _tile_name(tile: Tile) -> str:
-    return f"{','.join(map(str, tile.q))} × {','.join(map(str, tile.kv))}"

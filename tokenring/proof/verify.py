@@ -107,6 +107,8 @@ class _Proof:
         self.owners = facts.owners
         self.kinds: tuple[Kind, ...] = facts.schedule.operator.home[direction]
         self.carried = facts.schedule.operator.carries
+        self.left_out = facts.schedule.operator.left_out if direction == "forward" else ()
+        self.lacking: set[tuple[object, ...]] = set()  # units at their owner whose result has come without its lse
         ranks = range(self.schedule.world_size)
         self.held: list[dict[Block, int]] = [{} for _ in ranks]  # at each rank: block → the step in which it came
         self.sent: list[set[tuple[object, ...]]] = [set() for _ in ranks]  # partials that each rank has sent
@@ -193,7 +195,10 @@ class _Proof:
 
     def _contribute(self, tile: Tile, kind: Kind, block: Block, owner: int, bits: int) -> None:
         if owner == tile.rank:
-            self.home[kind, block[1], block[2], block[3]] |= bits
+            unit = (kind, block[1], block[2], block[3])
+            if unit in self.lacking:
+                raise self._fail(tile.step, tile.rank, f"computes {block}, whose result has come{self._without()}")
+            self.home[unit] |= bits
             return
         partial = (kind, block[1], block[2], block[3], tile.rank)
         if partial in self.sent[tile.rank]:
@@ -217,8 +222,14 @@ class _Proof:
             unit = block[:4]
             if again := self.home[unit] & bits:
                 raise self._twice(move, block._replace(made_at=None), again)
+            if self.left_out:
+                if self.home[unit]:
+                    raise self._fail(step, dst, f"merges {block}, which comes{self._without()}")
+                self.lacking.add(unit)
             self.home[unit] |= bits
         elif add:
+            if self.left_out:
+                raise self._fail(step, dst, f"adds {block}, which comes{self._without()}")
             target = block._replace(made_at=dst)
             if target in self.sent[dst]:
                 raise self._fail(step, dst, f"adds {block} to {target} after that was sent")
@@ -228,6 +239,9 @@ class _Proof:
             self.added[target] = max(step, self.added.get(target, -1))
         else:
             self.held[dst][block] = step
+
+    def _without(self) -> str:
+        return f" without its {' and '.join(self.left_out)}: all of a row is to be made by one rank"
 
     def _twice(self, move: Move, into: Block, again: int) -> ScheduleError:
         other: Kind = "kv" if into.kind == "q_partial" else "q"

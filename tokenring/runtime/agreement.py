@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("tokenring")
 REFUSED = "refused"  # the field of a rank that makes no call, with the reason
 SINKS, LSE_GRADIENT = "sinks", "gradient of lse"  # notes: of what a call has besides its request
+UNWANTED = "lse"  # the field that says that nobody wants it: of calls without gradients alone
 TOLD = "_tokenring_told"  # of an error that passes through several calls, as in a checkpoint: it is told once
 
 
@@ -102,6 +103,7 @@ def describe(
             "mask": request.mask,
             "scale": repr(request.scale),
             **({"softcap": repr(request.softcap)} if request.softcap else {}),
+            **({} if request.wants_lse else {UNWANTED: "not wanted"}),
             "gradients enabled": request.training,
             "device": request.device.type,
             "layout": _layout_text(cp),

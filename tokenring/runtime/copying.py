@@ -75,8 +75,8 @@ class Binding(Protocol):
     def field(self, span: Span, name: str) -> Callable[[ActiveCall], torch.Tensor]:
         """Return a getter of a span's field."""
 
-    def names(self, kind: Kind) -> tuple[str, ...]:
-        """Return the fields of a result."""
+    def names(self, kind: Kind, *slots: int) -> tuple[str, ...]:
+        """Return the fields of a result that all these slots have."""
 
 
 def copied_together(binder: Binding, groups: Sequence[Together], steps: Sequence[Step]) -> list[Step]:
@@ -122,7 +122,7 @@ def merging(binder: Binding, run: Sequence[Instruction]) -> Step:
     copies = []
     for merge in run:
         assert isinstance(merge, Merge)
-        for name in _fields(binder, merge.kind):
+        for name in binder.names(merge.kind, merge.source.slot, merge.into.slot):
             homes = _home(binder, merge.source, name), _home(binder, merge.into, name)
             copies.append(BoundCopy(binder.field(merge.source, name), binder.field(merge.into, name), homes))
     made = Copies(copies)
@@ -134,7 +134,7 @@ def results_copied(binder: Binding, results: Sequence[Result]) -> Callable[[Acti
     copies = []
     for result in results:
         first = 1 if result.kind == "kv_partial" and not binder.forward else 0
-        for at, name in enumerate(_fields(binder, result.kind), first):
+        for at, name in enumerate(binder.names(result.kind, result.into.slot), first):
             homes = at, _home(binder, result.into, name)
             copies.append(BoundCopy(_rows_of(at, result), _into(binder.field(result.into, name)), homes))
     together = Copies(copies)
@@ -148,10 +148,6 @@ def _rows_of(at: int, result: Result) -> Fetch:
 
 def _into(field: Callable[[ActiveCall], torch.Tensor]) -> Fetch:
     return lambda given: field(given[0])
-
-
-def _fields(binder: Binding, kind: Kind) -> tuple[str, ...]:
-    return ("out", "lse") if binder.forward and binder.operator.merge == "log-sum-exp" else binder.names(kind)
 
 
 def _home(binder: Binding, span: Span, name: str) -> Hashable:

@@ -15,7 +15,7 @@ import torch
 
 from tokenring.backends.interfaces import AttentionKernel, PreparesRows, Transport
 from tokenring.backends.merging.choice import merger_for
-from tokenring.backends.merging.torch_merger import accepting, copying
+from tokenring.backends.merging.torch_merger import AcceptOut, accepting, copying
 from tokenring.errors import ConfigurationError
 from tokenring.ir.schedule_data import Kind, ScheduleData
 from tokenring.lowering.program import (
@@ -67,8 +67,7 @@ class Executor:
         self.views = Views(schedule, workload, program, pool)
         kernel = holding(kernel, program, workload, self.views.base.device)
         binder = _Binder(self.views, transport, kernel, scale, program.direction == "forward")
-        self.instructions = list(zip(program.instructions, program.steps, strict=True))
-        alone = program.instructions
+        self.instructions, alone = list(zip(program.instructions, program.steps, strict=True)), program.instructions
         steps, in_order = binder.bind_all(alone)
         self.streams, self.steps = pool.streams, settled(transport, alone, grouped(transport, program, steps))
         if self.streams is not None:
@@ -339,7 +338,7 @@ class _Binder:
                 call.outputs[slot] = {"out": rows_first(made[0]), "lse": made[1].permute(2, 0, 1)}
 
             return take
-        names, which = self.names(result.kind), slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
+        names, which = self.names(result.kind, slot), slice(0, 1) if result.kind == "q_partial" else slice(1, 3)
 
         def take_gradients(call: ActiveCall, made: Made) -> None:
             call.outputs[slot] = {name: rows_first(each) for name, each in zip(names, made[which], strict=True)}
@@ -348,10 +347,11 @@ class _Binder:
 
     # ---------- accumulators
 
-    def accept_out(self, into: Span, first: bool) -> Callable[[ActiveCall, torch.Tensor, torch.Tensor], None]:
-        out, lse = self.field(into, "out"), self.field(into, "lse")
+    def accept_out(self, into: Span, first: bool, *source: int) -> AcceptOut:
+        """Return a function that merges out and lse into rows. source: the slot that they come from, if any."""
         if first:
-            return copying(out, lse)
+            return copying(*(self.field(into, name) for name in self.names("q_partial", into.slot, *source)))
+        out, lse = self.field(into, "out"), self.field(into, "lse")
         slot = self.program.slots[into.slot]
         low, high = self.head_range(slot.kind, into.heads)
         whole = slot.output and into.rows == slot.rows and high - low == self.views.record(into.slot).heads
@@ -359,22 +359,23 @@ class _Binder:
         scratch = self.views.scratch(into.rows, high - low)
         return accepting(merger, out, lse, scratch, into.slot if whole else None)
 
-    def names(self, kind: Kind) -> tuple[str, ...]:
-        """Return the fields of a result: tensors, then statistics."""
+    def names(self, kind: Kind, *slots: int) -> tuple[str, ...]:
+        """Return the fields of a result that all these slots have: tensors, then statistics."""
         statistics, tensors = self.operator.carries[kind, self.program.direction]
-        return (*tensors, *statistics)
+        has = [{each.name for each in self.views.record(slot).fields} for slot in slots]
+        return tuple(name for name in (*tensors, *statistics) if all(name in some for some in has))
 
     def accept(self, kind: Kind, into: Span, first: bool) -> Accept:
         """Return a function that adds results [rows, B, heads, D] to those that there are; the first is copied."""
         if first:
-            writes = [self.write(into, name) for name in self.names(kind)]
+            writes = [self.write(into, name) for name in self.names(kind, into.slot)]
 
             def overwrite(call: ActiveCall, news: list[torch.Tensor]) -> None:
                 for write, new in zip(writes, news, strict=True):
                     write(call, new)
 
             return overwrite
-        targets = [self.field(into, name) for name in self.names(kind)]
+        targets = [self.field(into, name) for name in self.names(kind, into.slot)]
 
         def add(call: ActiveCall, news: list[torch.Tensor]) -> None:
             for target, new in zip(targets, news, strict=True):
@@ -386,11 +387,12 @@ class _Binder:
         if merge.first and self.copying is not None and merge.kind not in self.views.records.formats:
             return self.copying.merging(self, [merge])  # type: ignore[no-any-return]
         if self.forward and self.operator.merge == "log-sum-exp":
-            accept = self.accept_out(merge.into, merge.first)
-            out, lse = self.field(merge.source, "out"), self.field(merge.source, "lse")
+            accept = self.accept_out(merge.into, merge.first, merge.source.slot)
+            has = self.names(merge.kind, merge.source.slot)  # out alone, where lse is left out: then nothing reads it
+            out, lse = self.field(merge.source, has[0]), self.field(merge.source, has[-1])
             return lambda call: accept(call, out(call), lse(call))
         add = self.accept(merge.kind, merge.into, merge.first)
-        sources = [self.read(merge.source, name) for name in self.names(merge.kind)]
+        sources = [self.read(merge.source, name) for name in self.names(merge.kind, merge.source.slot)]
         return lambda call: add(call, [source(call) for source in sources])
 
 

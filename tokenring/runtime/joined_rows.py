@@ -112,8 +112,8 @@ class BindsRows(Protocol):
     def field(self, span: Span, name: str) -> Callable[[ActiveCall], torch.Tensor]:
         """Return a getter of a span's field: [rows, B, heads, D], or [rows, B, heads]."""
 
-    def names(self, kind: Kind) -> tuple[str, ...]:
-        """Return the fields of a result."""
+    def names(self, kind: Kind, *slots: int) -> tuple[str, ...]:
+        """Return the fields of a result that all these slots have."""
 
     def sink(self, attend: Attend, result: Result) -> Callable[[ActiveCall, Made], None]:
         """Return a function that writes rows of a kernel's result to where they belong."""
@@ -140,15 +140,17 @@ class JoinedBinder:
 
     def _merging_alike(self, merges: Sequence[Merge]) -> Step:
         first = merges[0]
+        names = self.binder.names(first.kind, first.source.slot, first.into.slot)
         source = SlotRows.of([each.source for each in merges], self.device)
-        accept = self._accepting(first.kind, SlotRows.of([each.into for each in merges], self.device), first.first)
-        fields = [self.binder.field(source.span, name) for name in self.binder.names(first.kind)]
+        accept = self._accepting(names, SlotRows.of([each.into for each in merges], self.device), first.first)
+        fields = [self.binder.field(source.span, name) for name in names]
         return lambda call: accept(call, [source.taken(field(call)) for field in fields])
 
     def filling(self, fills: Sequence[Fill]) -> Step:
         """Return the step of fills of a run."""
         rows = SlotRows.of([each.into for each in fills], self.device)
-        empty = ((name, float("-inf") if name == "lse" else 0.0) for name in self.binder.names(fills[0].kind))
+        names = self.binder.names(fills[0].kind, fills[0].into.slot)
+        empty = ((name, float("-inf") if name == "lse" else 0.0) for name in names)
         targets = [(self.binder.field(rows.span, name), value) for name, value in empty]
 
         def clear(call: ActiveCall) -> None:
@@ -187,10 +189,11 @@ class JoinedBinder:
 
             return one_by_one
         first = lane[0][1]
-        which = slice(0, 2) if self.binder.forward else slice(0, 1) if first.kind == "q_partial" else slice(1, 3)
+        names, at = self.binder.names(first.kind, first.into.slot), int(first.kind == "kv_partial")
+        which = slice(at, at + len(names))
         parts = [(number, slice(each.start, each.start + each.into.rows)) for number, each in lane]
         rows = SlotRows.of([each.into for _, each in lane], self.device)
-        accept = self._accepting(first.kind, rows, first.first)
+        accept = self._accepting(names, rows, first.first)
 
         def together(call: ActiveCall, made: Sequence[Made]) -> None:
             fields = zip(*(made[number][which] for number, _ in parts), strict=True)
@@ -199,9 +202,9 @@ class JoinedBinder:
 
         return together
 
-    def _accepting(self, kind: Kind, rows: SlotRows, first: bool) -> Callable[[ActiveCall, News], None]:
-        """Return what copies, merges or adds fields [rows, B, heads, ...] to those that there are."""
-        targets = [self.binder.field(rows.span, name) for name in self.binder.names(kind)]
+    def _accepting(self, names: Sequence[str], rows: SlotRows, first: bool) -> Callable[[ActiveCall, News], None]:
+        """Return what copies, merges or adds these fields [rows, B, heads, ...] to those that there are."""
+        targets = [self.binder.field(rows.span, name) for name in names]
         if self.binder.forward and self.binder.operator.merge == "log-sum-exp" and not first:
             return self._merging(rows, *targets)
         act = rows.copy_ if first else rows.add_

@@ -131,7 +131,8 @@ class Request:
 
     training: gradients are enabled. differentiable: an input wants some, also where they are not enabled now, as in a
     reentrant checkpoint; ranks may differ in that. softcap: of scores; 0: none. layout: by which the tensors are
-    cut; None: the context's. backward: a plan is for both passes.
+    cut; None: the context's. wants_lse: the caller does, or sinks, or a backward pass. backward: a plan is for both
+    passes.
     """
 
     workload: Workload
@@ -142,6 +143,7 @@ class Request:
     differentiable: bool = field(default=False, compare=False)
     softcap: float = 0.0
     layout: Layout | None = None
+    wants_lse: bool = True
     backward: bool = field(init=False)
 
     def __post_init__(self) -> None:

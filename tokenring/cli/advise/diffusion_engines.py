@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tokenring.cli.advise.choices import Choice, Engine, Job, any_length, both_heads, q_heads, splits, tokens_divide
-from tokenring.cli.advise.pricing import BY_OPERATORS, BY_OPERATORS_GATHERED, GATHER
+from tokenring.cli.advise.pricing import BY_OPERATORS, BY_OPERATORS_GATHERED, BY_OPERATORS_WAITED, GATHER
 
 TOGETHER = "text and image together must"
 NO_CAUSAL = "context parallelism takes no causal masks"
@@ -16,7 +16,7 @@ def diffusers_options(job: Job) -> Iterator[Choice]:
     never = f"diffusers' {NO_CAUSAL}" if job.model.causal else None
     if job.model.heads != job.model.kv_heads:
         never = never or "diffusers' context parallelism takes no grouped heads"
-    heads, length, ring = job.heads[0], tokens_divide(job, job.ranks, TOGETHER), BY_OPERATORS_GATHERED
+    heads, length, ring = job.heads[0], tokens_divide(job, job.ranks, TOGETHER), BY_OPERATORS_WAITED
     yield Choice(f"ring_degree={job.ranks}", GATHER, never or length, ring)
     one_way = "{} has no backward pass" if job.training else ""
     yield Choice(
@@ -29,7 +29,7 @@ def diffusers_options(job: Job) -> Iterator[Choice]:
     )  # fmt: skip
     for inner, outer in splits(job.ranks):
         flags = f"ulysses_degree={inner}, ring_degree={outer}"
-        yield Choice(flags, f"usp/{inner}", never or length or q_heads(heads, inner), BY_OPERATORS)
+        yield Choice(flags, f"usp/{inner}", never or length or q_heads(heads, inner), ring)
 
 
 def xdit_options(job: Job) -> Iterator[Choice]:
@@ -40,7 +40,7 @@ def xdit_options(job: Job) -> Iterator[Choice]:
     yield Choice(f"--ring_degree {ranks}", GATHER, never, BY_OPERATORS_GATHERED)
     for inner, outer in splits(ranks):
         flags = f"--ulysses_degree {inner} --ring_degree {outer}"
-        yield Choice(flags, f"usp/{inner}", never or both_heads(job, inner, "ulysses"), BY_OPERATORS)
+        yield Choice(flags, f"usp/{inner}", never or both_heads(job, inner, "ulysses"), BY_OPERATORS_GATHERED)
 
 
 def xdit_pads(job: Job) -> str | None:

@@ -1,12 +1,13 @@
 """The predicted time of a call as an engine runs it, for `tokenring advise` and its benchmark.
 
 A choice is priced as the schedule of ours that moves the same blocks, with what is true of engines and not of us: how
-they merge partial results, and that they gather across hosts by a collective. All that is priced, ours too, has the
-rates of its head dim and mask (`flash_shapes`).
+they merge partial results, that they gather across hosts by a collective, and that some gather what others send round a
+ring. All that is priced, ours too, has the rates of its head dim and mask (`flash_shapes`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tokenring.errors import ConfigurationError
@@ -20,7 +21,7 @@ from tokenring.schedule.schedule import Schedule
 from tokenring.schedule.scheme import build
 from tokenring.tables.shaped_rates import reshaped
 
-GATHER = "all-gather-kv"
+GATHER, USP = "all-gather-kv", "usp/"
 OUR_BYTES, OUR_OPERATORS = 12, 1  # of a merge: both fp32 results are read and one is written, counted as one operation
 
 
@@ -29,12 +30,14 @@ class Merging:
     """The way in which an engine merges a tile's result into those before it, forward.
 
     nbytes: that its operators read and write for each element of the output, one after another. operators: so many.
-    gathered: what an all-gather brings is computed one owner's block at a time, and merged as a ring's.
+    gathered: its ring is an all-gather, of which one owner's block at a time is computed and merged, as of a ring.
+    beside_first: the rank's own block is computed while that gather is on its way.
     """
 
     nbytes: int
     operators: int
     gathered: bool = False
+    beside_first: bool = False
 
 
 FUSED = Merging(OUR_BYTES, OUR_OPERATORS)
@@ -42,7 +45,13 @@ FUSED = Merging(OUR_BYTES, OUR_OPERATORS)
 # the difference (12), its product (8), the difference again (12); and five on log-sum-exps, small beside these. So
 # read ring-flash-attention and yunchang (utils.py), vllm-omni (ring_utils.py), torch's _SDPAMerger, and diffusers.
 BY_OPERATORS = Merging(38, 9)
-BY_OPERATORS_GATHERED = replace(BY_OPERATORS, gathered=True)
+# torch 2.13, _context_parallel/_attention.py: _AllGatherRotater begins one all-gather (285-291) before the own block is
+# computed (429-482), and waits for it before the second (293-300). xDiT 175e0bf calls that for its ring and for Ulysses
+# x ring (usp.py:48-73, 331-340), after all-to-alls that it waits for at once (84-89).
+BY_OPERATORS_GATHERED = replace(BY_OPERATORS, gathered=True, beside_first=True)
+# diffusers 58eb52c, attention_dispatch.py: an all-gather that `chunk` waits for, as it is no view (2381-2382), then one
+# block after another (2384-2418); so is Ulysses x ring (2834-2861), after all-to-alls that it waits for at once (2102).
+BY_OPERATORS_WAITED = replace(BY_OPERATORS, gathered=True)
 
 
 def as_run(call: CallToPlan) -> CallToPlan:
@@ -64,10 +73,13 @@ def choice_seconds(call: CallToPlan, schedule: str, merging: Merging = FUSED) ->
 
     Raises ConfigurationError if the schedule does not fit the call.
     """
-    beside = _gathered_seconds(call, merging) if schedule == GATHER else 0.0
+    gathered = merging.gathered and (schedule == GATHER or schedule.startswith(USP))
+    beside = _merged_seconds(call, schedule, merging) if gathered else 0.0
     call = _with_merging(call, merging)
     try:
-        return predict(_made(call, schedule), call.setting).seconds + beside
+        if gathered:
+            return sum(_by_blocks(call, schedule, merging)) + beside
+        return predict(_made(call, schedule), call.setting).seconds
     except ConfigurationError:
         found = forecast_call(replace(call, families=(schedule,))).candidates[0].predicted_seconds
         if found is None:
@@ -75,13 +87,47 @@ def choice_seconds(call: CallToPlan, schedule: str, merging: Merging = FUSED) ->
         return found + beside
 
 
-def _made(call: CallToPlan, schedule: str) -> Schedule:
-    """Return the schedule; of a gather over several hosts one in which blocks cross to each host once, as NCCL's do."""
+def _by_blocks(call: CallToPlan, schedule: str, merging: Merging) -> Iterator[float]:
+    """Yield the seconds of each pass that gathers first and then computes one owner's block after another.
+
+    What moves, as of a schedule that computes when all has come; and kernels as of the ring, which calls one for each
+    block.
+    """
+    together, ring = _made(call, schedule, together=True), make(call, "ring" if schedule == GATHER else schedule)
+    for direction in call.setting.passes:
+        one = replace(call.setting, passes=(direction,))
+        found, kernels = predict(together, one), predict(ring, one).compute_seconds
+        moving = found.seconds - found.compute_seconds
+        hidden = min(moving * _gathered_share(call, schedule), kernels / _blocks(call, schedule))
+        yield moving + kernels - (hidden if merging.beside_first else 0.0)
+
+
+def _blocks(call: CallToPlan, schedule: str) -> int:
+    """Return how many owners' blocks a rank computes, one after another."""
+    world = call.setting.interconnect.world_size
+    return world if schedule == GATHER else world // int(schedule.removeprefix(USP))
+
+
+def _gathered_share(call: CallToPlan, schedule: str) -> float:
+    """Return the part of a rank's bytes that it gathers: of Ulysses x ring the others are exchanged before."""
+    size, blocks = call.setting.workload, _blocks(call, schedule)
+    kv, q_and_out = size.kv_heads * size.kv_dim, size.q_heads * size.qo_dim
+    gathered, others = (blocks - 1) * kv, 1 - blocks / call.setting.interconnect.world_size
+    return gathered / (gathered + others * (kv + q_and_out))
+
+
+def _made(call: CallToPlan, schedule: str, together: bool = False) -> Schedule:
+    """Return the schedule of a choice, or of what it gathers before it computes.
+
+    Of a gather over several hosts one in which blocks cross to each host once, as NCCL's do.
+    """
     net = call.setting.interconnect
     size, several = node_sizes(net)[0], len(set(net.hosts)) > 1
-    if schedule != GATHER or not several or size == net.world_size:
+    gathers = schedule == GATHER and several and size < net.world_size
+    name = f"relay/{size}" if gathers else schedule
+    if not together and not gathers:
         return make(call, schedule)
-    scheme, order = replace(parse(f"relay/{size}").make(net.world_size), together=True), order_of(net)
+    scheme, order = replace(parse(name).make(net.world_size), together=True), order_of(net)
     return build(scheme if order is None else arranged(scheme, order), call.q_layout, call.kv_layout, call.mask)
 
 
@@ -94,13 +140,13 @@ def _with_merging(call: CallToPlan, merging: Merging) -> CallToPlan:
     return replace(call, setting=replace(call.setting, machine=replace(machine, rates=rates)))
 
 
-def _gathered_seconds(call: CallToPlan, merging: Merging) -> float:
+def _merged_seconds(call: CallToPlan, schedule: str, merging: Merging) -> float:
     """Return what merging takes where gathered blocks are computed one owner's at a time: our schedule computes all.
 
     Of the rank that has most to merge, which merges results of all of its rows.
     """
-    if not merging.gathered or "forward" not in call.setting.passes:
+    if "forward" not in call.setting.passes:
         return 0.0
     size, world, rates = call.setting.workload, call.setting.interconnect.world_size, call.setting.machine.rates
     nbytes = merging.nbytes * size.batch * size.q_length / world * size.q_heads * size.value_dim
-    return (world - 1) * (rates.copy_seconds(nbytes) + (merging.operators - 1) * rates.op_seconds)
+    return (_blocks(call, schedule) - 1) * (rates.copy_seconds(nbytes) + (merging.operators - 1) * rates.op_seconds)

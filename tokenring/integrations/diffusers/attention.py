@@ -64,5 +64,5 @@ def _attended(
     with refusing(split.cp, "forward", query, key, value):
         check_attention(wanted)
         layout = split.layout_of(query.shape[1], key.shape[1])
-    out, _ = attend(query, key, value, split.cp, None, scale, split.training, layout=layout)
+    out, _ = attend(query, key, value, split.cp, None, scale, split.training, layout=layout, wants_lse=False)
     return out

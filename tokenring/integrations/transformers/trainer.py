@@ -106,6 +106,12 @@ class TokenRingTrainerMixin:
                 "DeepSpeed is not supported by tokenring's Trainer: its data loaders would give each rank of cp "
                 "other batches; take fsdp=True, or DDP"
             )
+        plugin = getattr(getattr(self.accelerator, "state", None), "fsdp_plugin", None)
+        if getattr(plugin, "fsdp_version", 2) == 1:
+            raise UnsupportedError(
+                "FSDP1 is not supported by tokenring's Trainer: it does not show over which ranks it joins gradients, "
+                "and transformers is about to drop it; take FSDP2, by fsdp_config={'version': 2} or without a version"
+            )
         mesh = _mesh_of(self.tokenring)
         if mesh is not None:
             self.accelerator._prepare_device_mesh = lambda: mesh

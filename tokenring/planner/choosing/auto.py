@@ -11,6 +11,7 @@ from types import MappingProxyType
 from tokenring.display.units import mb_text
 from tokenring.errors import ConfigurationError, MemoryLimitError
 from tokenring.gc_pause import no_collection
+from tokenring.ir.passes import for_call
 from tokenring.lowering.storage import storage_of
 from tokenring.lowering.target import Target
 from tokenring.planner.bounds.bound import Bound, lower_bound
@@ -68,6 +69,7 @@ class CallToPlan:
     everything: bool = False  # simulate also what cannot win
     modes: Mapping[str, Target] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
+    wants_lse: bool = True  # somebody at home
 
     def in_mode(self, name: str | None) -> CallToPlan:
         """Return the call over one of the modes; None: as it is."""
@@ -383,7 +385,8 @@ def make_in_order(
     wanted: as of `make_schedule`, with NotWanted.
     """
     layouts = call.q_layout, call.kv_layout
-    return named_schedule(name, call.setting.workload, *layouts, call.mask, order=order, wanted=wanted)
+    made = named_schedule(name, call.setting.workload, *layouts, call.mask, order=order, wanted=wanted)
+    return for_call(made, call.wants_lse)
 
 
 def order_of(net: Interconnect) -> tuple[int, ...] | None:

@@ -137,6 +137,8 @@ def _shown(found: Plan | Forecast) -> str:
         from tokenring.ir.wire_formats import wire_report
 
         wire = wire_report(found.schedule)
+    if isinstance(found, Plan) and found.schedule.operator.left_out:
+        wire.append("out goes home without its lse, which nobody wants: each row is computed at one rank")
     return "\n".join([reason, *wire, *([""] if rows else []), *rows, *says])
 
 

@@ -16,6 +16,7 @@ from tokenring.backends.table_keys import key_of
 from tokenring.display.console import cores
 from tokenring.errors import ConfigurationError, TokenRingError
 from tokenring.gc_pause import no_collection
+from tokenring.ir.passes import for_call
 from tokenring.ir.schedule_data import Pass
 from tokenring.launch.background import Background
 from tokenring.launch.groups import held
@@ -146,13 +147,15 @@ class Planner:
         self._progress = Progress()
         call = replace(self._call(request, layouts, kernel, target), modes=modes or {}, progress=self._progress)
         found = plan_kept(call, os.environ)
-        return found if refine is None else refine(found, call)
+        found = found if refine is None else refine(found, call)
+        return replace(found, schedule=for_call(found.schedule, request.wants_lse))
 
     def _call(
         self, request: Request, layouts: tuple[Layout, Layout], kernel: AttentionKernel, target: Target | None
     ) -> CallToPlan:
         setting = self.setting(request, kernel, target)
-        return CallToPlan(setting, *layouts, request.mask, self.families, self.memory_limit_bytes)
+        limit, wanted = self.memory_limit_bytes, request.wants_lse
+        return CallToPlan(setting, *layouts, request.mask, self.families, limit, wants_lse=wanted)
 
     def setting(self, request: Request, kernel: AttentionKernel, target: Target | None) -> Setting:
         """Return the setting in which schedules of a call are judged; to probe, all ranks call it together."""
@@ -282,6 +285,7 @@ class Planner:
                 made = schedule_in_parts(
                     named, request.workload, *layouts, request.mask, order=order, direction=direction
                 )
+            made = for_call(made, request.wants_lse)
         return Plan(made, request.workload, found["reason"], candidates, found["transport"])
 
 

@@ -69,7 +69,8 @@ class CopiesOfProgram:
         pairs: list[Pair] = []
         for merge in merges:
             assert isinstance(merge, Merge)
-            for field in self.record(merge.source.slot).fields:
+            has = {field.name for field in self.record(merge.into.slot).fields}
+            for field in (each for each in self.record(merge.source.slot).fields if each.name in has):
                 pairs.append((self._in_slot(merge.source, field.name), self._in_slot(merge.into, field.name)))
         return len(as_one(pairs))
 

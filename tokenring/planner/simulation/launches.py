@@ -14,7 +14,6 @@ from tokenring.planner.simulation.copied import CopiesOfProgram, PassRecords
 from tokenring.tables.launching import KernelLaunches
 
 TENSORS = {"q": 1, "kv": 2, "q_partial": 1, "kv_partial": 2}  # operands, or gradients, that a block of a kind has
-OUT_AND_LSE = 2
 MERGE = 6  # logaddexp, clamp, sub, exp, lerp, copy: a merge by log-sum-exp (`torch_merger.py`), beside a conversion
 WRITTEN = {("column", "forward"), ("row", "backward"), ("reduce", "backward"), ("gather", "forward")}  # pairs are
 SUMS = ("reduce", "gather")  # operators without a product
@@ -49,8 +48,8 @@ class Launches:
                 return self._accepted(kind, into, source)
             case Pack():
                 return self._packs([each for each in self.copies.together(instruction) if isinstance(each, Pack)])
-            case Fill(kind):
-                return OUT_AND_LSE if self.forward and self.is_attention else self._tensors(kind)
+            case Fill(kind, into):
+                return len(self.copies.record(into.slot).fields) if self.forward else self._tensors(kind)
             case Recv(message) | Send(message):
                 return self._post(message)
         return 0
@@ -60,7 +59,7 @@ class Launches:
         if not self.is_attention:
             return len(self.operator.home[self.program.direction]) * self.half
         if self.forward:
-            return 1 + self.half  # lse in memory of its own, and out in the caller's dtype
+            return (not self.operator.left_out) + self.half  # lse in memory of its own, and out in the caller's dtype
         return (TENSORS["q"] + TENSORS["kv"]) * self.half
 
     def _post(self, message: int) -> int:
