@@ -5,6 +5,7 @@
 
 Processor time of one rank's thread, and wall time: a call of `cached_attention` for one token, what its kernels take of
 it, the agreement of a step; and beside it ten lines by hand: kernel, all-gather of partial results over Gloo, merge.
+`tokenring bench --cached N` races whole calls, checked and in turns.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.multiprocessing as mp
 
 import tokenring as tr
 from tokenring.api.caching import one_token
-from tokenring.backends.merging.all_at_once import merge_all
+from tokenring.cli.bench.cached_ways import by_hand
 from tokenring.runtime.cached_kernel import cached_partial
 
 
@@ -84,10 +85,11 @@ def measure(rank: int, options: Any) -> str:
             calls.append(one)
         step.__exit__(None, None, None)
     without = host_time(cache, (q, k, v), options)
-    sealed, opened = cache.sealed(0), [x[0][:, :, : cache.filled[0].open] for x in (cache.open_keys, cache.open_values)]
+    sealed, last = cache.sealed(0), cache.filled[0].open
+    opened = cache.open_keys[0][:, :, :last], cache.open_values[0][:, :, :last]
     query = q.transpose(1, 2)
     kernels = timed(lambda: [cached_partial(query, *each, None, 0.1) for each in (sealed, opened)], 200)
-    hand = timed(by_hand(query, sealed, opened), options.times * 4)
+    hand = timed(lambda: by_hand(query, sealed, opened, 0.1), options.times * 4)
     spent, wall = [each for each, _, _ in calls], min(each for *_, each in calls)
     least, middle = min(spent), statistics.median(spent)
     return (
@@ -113,22 +115,6 @@ def host_time(cache: tr.KVCache, qkv: Any, options: Any) -> tuple[float, float, 
                 found.append(timed(lambda layer=layer: tr.cached_attention(*qkv, cache, layer), 1))  # type: ignore[misc]
     one_token.FLASH = real
     return min(c for c, _, _ in found), statistics.median(c for c, _, _ in found), min(w for *_, w in found)
-
-
-def by_hand(q: torch.Tensor, sealed: Any, opened: Any) -> Callable[[], object]:
-    """Kernel, all-gather of partial results over Gloo, merge."""
-
-    def call() -> object:
-        out, lse = cached_partial(q, *sealed, None, 0.1)
-        mine = torch.cat([out, lse[..., None]], -1)
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, mine)
-        out, lse = cached_partial(q, *opened, None, 0.1)
-        parts.append(torch.cat([out, lse[..., None]], -1))
-        every = torch.stack(parts)
-        return merge_all(every[..., :-1], every[..., -1])
-
-    return call
 
 
 def kernel(options: Any) -> None:

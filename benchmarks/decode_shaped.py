@@ -33,8 +33,7 @@ def measure(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import tokenring as tr
-    from tokenring.backends.merging.all_at_once import merge_all
-    from tokenring.runtime.cached_kernel import cached_partial
+    from tokenring.cli.bench.cached_ways import by_hand
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -58,16 +57,8 @@ def measure(options: argparse.Namespace) -> None:
         calls["cached_attention, q sharded"] = lambda: tr.cached_attention(
             mine, mine_new, mine_new, cache, 0, q_home="tokens"
         )
-
-    def by_hand() -> object:
-        out, lse = cached_partial(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, 0.1)
-        mine = torch.cat([out, lse[..., None]], -1).contiguous()
-        parts = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(parts, mine)
-        every = torch.stack(parts)
-        return merge_all(every[..., :-1], every[..., -1])
-
-    calls["by hand"] = by_hand
+    rows, *sealed = (x.transpose(1, 2) for x in (q, k, v))
+    calls["by hand"] = lambda: by_hand(rows, (sealed[0], sealed[1]), None, 0.1)
     for name in ("direct-q", "direct-kv", "ring"):
         cp = tr.ContextParallel(layout="contiguous", schedule=name, transport=base.transport)
         part = torch.randn(1, fewest, HEADS, DIM)

@@ -42,7 +42,7 @@ from tokenring.backends.transports.hccl_environment import (
     most_communicators,
     watchdog_seconds,
 )
-from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
+from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, PeerLost, one_line
 from tokenring.ir.schedule_data import PARTIALS, REQUESTS
 from tokenring.launch.groups import held
 from tokenring.lowering.footprint import connections
@@ -229,6 +229,10 @@ class HcclTransport(Accelerated):
                 f"program before it runs, on all ranks together"
             )
         return self._groups[lane]
+
+    def lost_together(self, error: RuntimeError, what: str, hint: str = LATE) -> PeerLost:
+        """Return the error for what all ranks do at once: the next rank is the first that is asked whether it lives."""
+        return self._failed(error, (self.rank + 1) % self.world_size, what, hint)
 
     def close(self) -> None:
         """Give back all groups, and with them their communicators, once no message is on its way."""

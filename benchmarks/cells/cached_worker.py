@@ -18,42 +18,15 @@ import torch.distributed as dist
 from worker import SETTLE_SECONDS, WAIT_SECONDS
 
 import tokenring as tr
-from tokenring.api.caching import attending, one_token, rows
-from tokenring.cli.bench.sleeping import Sleeping, SleepingContext
+from tokenring.cli.bench.sleeping import SleepingContext, SleepingPartial, cached_kernels
 from tokenring.emulate.shapes import Shape
 from tokenring.planner.interconnects.emulated import interconnect_of_shape, sleeping_machine
-
-
-class SleepingPartial:
-    """The kernel of cached attention, which takes the time of one of so many TFLOP/s and computes nothing."""
-
-    def __init__(self, tflops: float) -> None:
-        self.kernel = Sleeping(tflops)
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return zeros as of `cached_partial`."""
-        return self.flash(q, k, v)
-
-    def flash(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, scale: float = 0.0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return zeros for out [B, H, T, Dv] and lse [B, H, T]."""
-        began = time.perf_counter()
-        batch, heads, tokens, dim = q.shape
-        made = torch.zeros(batch, heads, tokens, v.shape[-1]), torch.zeros(batch, heads, tokens)
-        self.kernel._sleep(began, 2.0 * batch * heads * tokens * k.shape[2] * (dim + v.shape[-1]))
-        return made
 
 
 def race(cell: dict[str, Any]) -> dict[str, Any]:
     """Return the seconds of all ways of a cell, in turns, and which one auto takes."""
     shape = Shape(**cell["topology"])
     net = interconnect_of_shape(shape, sleeping_machine(cell["tflops"], shape, cell["cores"]))
-    kernel = SleepingPartial(cell["tflops"])
-    attending.cached_partial = rows.cached_partial = kernel
-    one_token.FLASH = kernel.flash
     cp = SleepingContext(
         cell["tflops"], transport="gloo", schedule="direct-q", layout="contiguous", topology=net,
         timeout_seconds=WAIT_SECONDS,
@@ -74,7 +47,8 @@ def race(cell: dict[str, Any]) -> dict[str, Any]:
     q = torch.zeros(1, part, cell["q_heads"], cell["head_dim"])
     new = torch.zeros(1, part, cell["kv_heads"], cell["head_dim"])
     seconds: dict[str, list[float]] = {way: [] for way in cell["ways"]}
-    with torch.inference_mode():
+    kernel = SleepingPartial(cell["tflops"])
+    with torch.inference_mode(), cached_kernels(kernel, kernel.flash):
         for turn in range(cell["rounds"] + 1):
             for way in cell["ways"]:
                 took = one_call(cache, way, home, tokens, q, new)

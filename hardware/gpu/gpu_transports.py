@@ -3,10 +3,11 @@
 Several processes share the GPU: symmetric memory allows that with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, and they
 meet over a Gloo group. One set of processes for each number of ranks runs all checks (gpu_team), first a smoke of two
 ranks (gpu_smoke). Checked: that messages arrive whole and in order, that programs are exact, that a captured pass
-replays on new inputs, that a rank that dies is named; measured: a put and its signal, and how much a 64 MB move slows
-attention that runs beside it, by a copy engine and by SMs. Of NCCL (gpu_nccl): messages of one rank to itself, and
-programs of two ranks where it lets them share the GPU. Of NVSHMEM (gpu_nvshmem): messages and programs of two ranks,
-where there are two GPUs. Needs torch 2.11 or newer. Not yet run on a GPU.
+replays on new inputs, that a rank that dies is named; measured: a put and its signal, linear layers beside torch's
+fused operators (gpu_linears), and how much a 64 MB move slows attention that runs beside it, by a copy engine and by
+SMs. Of NCCL (gpu_nccl): messages of one rank to itself, and programs of two ranks where it lets them share the GPU. Of
+NVSHMEM (gpu_nvshmem): messages and programs of two ranks, where there are two GPUs. Needs torch 2.11 or newer. Not yet
+run on a GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ sys.path[:0] = [str(REPO), str(REPO / "tests/support"), str(REPO / "tests/fakes"
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from gpu_clock import stream_seconds  # noqa: E402
+from gpu_linears import layer  # noqa: E402
 from gpu_messages import whole_messages  # noqa: E402
 from gpu_nccl import nccl_messages, nccl_programs  # noqa: E402
 from gpu_nvshmem import NVSHMEM_RANKS, nvshmem_messages, nvshmem_programs, why_not  # noqa: E402
@@ -231,6 +233,23 @@ def put_and_signal(rank: int) -> str:
     return ", ".join(f"{size_text(each.nbytes)} {time_text(each.median)}" for each in found)
 
 
+def column(rank: int) -> str:
+    """A column layer: ours beside torch's fused operator."""
+    return _layer("column")
+
+
+def row(rank: int) -> str:
+    """A row layer."""
+    return _layer("row")
+
+
+def _layer(operator: str) -> str:
+    made = transport()
+    told = layer(operator, made, "cuda")
+    made.close()
+    return told
+
+
 def beside_attention(rank: int) -> str:
     """How much slower attention is while 64 MB move all the time: by a copy engine, and by a few blocks of SMs."""
     q = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda")
@@ -274,6 +293,8 @@ PARTS: tuple[Part, ...] = (
     ("symmetric memory, a captured exchange", replays, (2,)),
     ("symmetric memory, captured calls", captured, RANKS),
     ("put, signal and wait", put_and_signal, RANKS),
+    ("column layers, ours and torch's fused", column, RANKS),
+    ("row layers, ours and torch's fused", row, RANKS),
     ("attention beside a move", beside_attention, (1,)),
     ("symmetric memory, a rank that dies", dies, (2,)),  # the last of its processes
 )

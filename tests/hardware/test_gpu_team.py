@@ -19,11 +19,14 @@ import torch.distributed as dist
 from ranks import PRELOADED, Here, RankPools
 
 from tokenring.backends.registry import make_transport
+from tokenring.cli.bench import torch_layers
 from tokenring.errors import PeerLost
+from tokenring.integrations import torch_async_tp
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO / "hardware" / "gpu"))
 
+import gpu_linears  # noqa: E402
 import gpu_nccl  # noqa: E402
 import gpu_programs  # noqa: E402
 import gpu_smoke  # noqa: E402
@@ -163,7 +166,7 @@ def test_one_set_of_processes_for_each_number_of_ranks(teams: Teams) -> None:
 def test_its_own_checks_need_seven_processes(monkeypatch: pytest.MonkeyPatch, teams: Teams) -> None:
     """All that ci/gpu asks of one GPU: two sets of ranks, and one of a rank alone."""
     everything = [*gpu_transports.asked((gpu_transports.SMOKE, *gpu_transports.NCCL_PARTS, *gpu_transports.PARTS))]
-    assert len(everything) == 14 and everything[0].check is gpu_transports.smoke
+    assert len(everything) == 18 and everything[0].check is gpu_transports.smoke
     said = lines_of(teams, *[(prints, Kind(each.kind.ranks, (), on_a_cpu)) for each in everything])
     assert all(met for _, _, met in said) and teams.started == 7
 
@@ -300,6 +303,46 @@ def test_the_smoke_says_how_far_it_came(spoilt: str, ranks: RankPools) -> None:
         assert said.startswith(f"{failing}: ")
         done = said.partition("before it went well: ")[2]
         assert [name in done for name in STEPS] == [STEPS.index(name) < STEPS.index(failing) for name in STEPS]
+
+
+# ---------- linear layers
+
+
+def linears(here: Here, operator: str, spoilt: str) -> str:
+    """On processes of the CPU; torch's operators are its own fallbacks, or are not there, or something is wrong."""
+    symm_ranks.register()
+    made = make_transport("on cpu", dist.group.WORLD, 60.0)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gpu_linears, "CHECKED", (4, 8, 16))
+        if spoilt != "absent":
+            torch_async_tp._register()
+        if spoilt == "halved":
+            scattered = torch_layers.by_symmetric_memory
+
+            def halved(group: Any) -> Any:
+                whole = scattered(group)
+                return whole._replace(scattered=lambda c, right: whole.scattered(c, right) / 2)
+
+            patched.setattr(gpu_linears, "by_symmetric_memory", halved)
+        try:
+            return gpu_linears.layer(operator, made, "cpu", (8, 8, 16))
+        except AssertionError as error:
+            return str(error)
+        finally:
+            made.close()
+
+
+@pytest.mark.parametrize("operator", ["column", "row"])
+def test_linear_layers_beside_torchs(operator: str, ranks: RankPools) -> None:
+    """All are exact, and timed in turns; without torch's operator, of which it says so, ours are."""
+    with ranks.expendable(2) as some:  # what is registered stays
+        for spoilt, fused in (("absent", False), ("", True)):
+            for said in some(linears, operator, spoilt):
+                assert said.startswith("forward + backward: direct-q ") and ", tokenring " in said, said
+                assert (", torch's fused operator " in said) is fused
+                assert ("; torch's fused operator fails: " in said) is not fused
+        for said in some(linears, operator, "halved"):
+            assert said.startswith("{'direct-q': 0.00") and '"torch\'s fused operator": 0.5' in said, said
 
 
 # ---------- what NCCL says

@@ -32,7 +32,7 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_every_unknown_has_a_task() -> None:
-    tasks = {*command.LINKS, *command.OPERATORS, *command.KERNEL, *command.JOBS, "schedules"}
+    tasks = {*command.LINKS, *command.OPERATORS, *command.KERNEL, *command.LAYERS, *command.JOBS, "schedules"}
     assert {each.task for each in UNKNOWNS} == tasks
     assert len(BY_KEY) == len(UNKNOWNS)
 

@@ -123,6 +123,50 @@ def test_a_trainer_wants_the_mean_of_all_ranks(over: str, fine: bool, ranks: Ran
         assert said == "fine" if fine else "which are not all of the ranks [0, 1, 2, 3]" in said
 
 
+def told_of_a_part(here: Here, gradients: GradientReduction, change: str) -> list[str]:
+    """What check_joined says within and after a pass of a model of whose layers FSDP2 shards the first two."""
+    meshes, cp = grid(here)
+    model, said = made(), []
+    if change == "tied":
+        model[1], model[2] = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
+        model[2].weight = model[1].weight  # one parameter of two modules
+    outer = torch.nn.Sequential(model)
+
+    def ask(*_: Any) -> None:
+        try:
+            check_joined(model, cp, gradients)
+            said.append("fine")
+        except ConfigurationError as error:
+            said.append(str(error))
+
+    model.register_forward_pre_hook(ask)
+    if change != "tied":
+        for layer in (model[0], model[1]):
+            fully_shard(layer, mesh=meshes["all"])
+    if change == "frozen":
+        model[2].requires_grad_(False)
+    if change in ("around", "tied"):
+        fully_shard(outer if change == "around" else model, mesh=meshes["all"])
+    torch.autograd.backward(loss(outer, here.rank))
+    ask()
+    return said
+
+
+PART = "which leaves 2.weight, 2.bias alone: nothing would join their gradients. Shard the whole model, too"
+
+
+@pytest.mark.parametrize(("gradients", "change", "within"), [
+    ("mean", "", PART), ("sum", "", "gradients='sum', and FSDP"), ("mean", "frozen", "fine"),
+    ("mean", "around", "fine"), ("mean", "tied", "fine"),
+])  # fmt: skip
+def test_what_fsdp_leaves_alone_is_refused(
+    gradients: GradientReduction, change: str, within: str, ranks: RankPools
+) -> None:
+    """Within a forward pass sharded parameters are whole; FSDP2 around the model may shard what is left."""
+    for said in ranks(DP * CP)(told_of_a_part, gradients, change):
+        assert len(said) == 2 and all(within in each for each in said)
+
+
 def told_in_ddp(here: Here, over: str, gradients: GradientReduction, every: Any = None) -> list[str]:
     """What check_joined says of a model in the forward pass of DDP over some ranks, and after it."""
     meshes, cp = grid(here)

@@ -6,6 +6,7 @@ A sample; `python benchmarks/torchtitan_models.py` runs every model and number o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import fields
 from typing import Any
 
@@ -16,7 +17,7 @@ from ranks import RankPools
 from sampling import FULL_GRID
 
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.integrations.torchtitan import use_tokenring
+from tokenring.integrations.torchtitan import stop_tokenring, use_tokenring
 
 tiny.need()
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -42,12 +43,16 @@ def test_packed_rows(name: str, backend: str, ranks: RankPools) -> None:
 def test_windows_are_read_off_the_layers(attention: str) -> None:
     config = tiny.make_config("gpt_oss", 256, attention)
     config.training.disable_cuda_graphs = False
+    own = [type(each.attention.inner_attention) for each in config.model_spec.model.layers]
     assert use_tokenring(config) is config
     layers = config.model_spec.model.layers
     assert [each.attention.inner_attention.window for each in layers] == [128, None, 128, None]
     assert config.training.disable_cuda_graphs
     use_tokenring(config)
     assert [each.attention.inner_attention.window for each in layers] == [128, None, 128, None]
+    for each in (use_tokenring(deepcopy(config)), config):
+        stop_tokenring(each)
+        assert [type(layer.attention.inner_attention) for layer in each.model_spec.model.layers] == own
 
 
 @pytest.mark.parametrize("window", [0, -1])

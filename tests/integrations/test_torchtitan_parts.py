@@ -13,7 +13,7 @@ from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring.errors import BackendUnavailable, ConfigurationError, TokenRingError, UnsupportedError
-from tokenring.integrations.torchtitan import cut_batch, use_tokenring
+from tokenring.integrations.torchtitan import cut_batch, inputs, stop_tokenring, use_tokenring
 from tokenring.integrations.torchtitan.batches import TitanBatch
 from tokenring.integrations.torchtitan.inputs import CALLERS, NAME, Setup, install
 from tokenring.integrations.torchtitan.versions import check_version, pip_requirement
@@ -163,6 +163,33 @@ def test_each_model_has_its_own_options_and_others_torchtitans(titan: dict[str, 
         assert getattr(titan[name], NAME)(*batch_of((10, 14)), "self")[0] == "torchtitan's own"
         with pytest.raises(ConfigurationError, match="which another process put there"):
             prepared_by(titan, name, config_with(tokenring_setup=10**9))
+
+
+def standing(titan: dict[str, ModuleType]) -> list[Any]:
+    """Return what stands where torchtitan cuts batches."""
+    kinds = [(titan[name], getattr(titan[name], kind)) for name, kind in CALLERS.items()]
+    return [each for module, kind in kinds for each in (getattr(module, NAME), kind.post_dataloading_process)]
+
+
+def test_torchtitan_gets_its_own_back(titan: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped config at once, and the process with the last of them."""
+    monkeypatch.setattr(inputs, "_setups", {})
+    own, configs, setups = standing(titan), [], [Setup({}), Setup({})]
+    for setup in setups:
+        model = config_with(tokenring_setup=setup.number())
+        setup.replaced = ["its own"] * len(model.layers)
+        configs.append(SimpleNamespace(model_spec=SimpleNamespace(model=model)))
+    install()
+    ours, cp = standing(titan), setups[0].context("self")
+    for config, left in zip(configs, (ours, own), strict=True):
+        stop_tokenring(config)
+        assert config.model_spec.model.layers[0].attention.inner_attention == "its own" and standing(titan) == left
+        stop_tokenring(config)
+    assert cp.closed and not any(each in own for each in ours)
+    install()
+    titan["torchtitan.trainer"].Trainer.post_dataloading_process = another = lambda *_: None
+    inputs._uninstall()
+    assert standing(titan) == [own[0], another, *own[2:]]
 
 
 def test_contexts_that_are_closed_are_made_again() -> None:

@@ -15,12 +15,11 @@ from ranks import Here, RankPools
 
 import tokenring as tr
 from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
-from tokenring.integrations.transformers import comparing
+from tokenring.integrations import comparing
+from tokenring.integrations.comparing import checksum, facts_of
 from tokenring.integrations.transformers.attention import ATTENTION_NAME, attend_layer
 from tokenring.integrations.transformers.batches import BATCH, CutBatch, cut_batch
-from tokenring.integrations.transformers.comparing import checksum, facts_of
 from tokenring.integrations.transformers.masks import LayerMask
-from tokenring.integrations.transformers.refusals import check_attends, check_keywords, check_model
 from tokenring.integrations.transformers.training import _Calls, use_tokenring
 
 LENGTH = 13
@@ -243,51 +242,10 @@ def test_layers_that_are_refused(what: str) -> None:
         attend_layer(layer, X, X, X, **usual)
 
 
-def test_models_and_calls_that_are_refused() -> None:
-    def model(**config: Any) -> Any:
-        return SimpleNamespace(config=SimpleNamespace(**config), set_attn_implementation=None)
-
-    check_model(model(model_type="llama"), False)
-    check_model(model(model_type="mamba"), True)
-    for given, text in (
-        (model(model_type="mamba"), "type 'mamba' were not run"),
-        (model(model_type="llama", is_causal=False), "is_causal=False"),
-        (model(model_type="gemma3_text", use_bidirectional_attention=True), "use_bidirectional_attention"),
-        (torch.nn.Linear(2, 2), "a Linear is not supported"),
-    ):
-        with pytest.raises(UnsupportedError, match=text):
-            check_model(given, False)
-    nothing = SimpleNamespace(output_router_logits=False)
-    check_keywords(nothing, {"output_attentions": False, "past_key_values": None, "logits_to_keep": 0})
-    for config, call, text in (
-        (nothing, {"output_router_logits": True}, "balances experts"),
-        (SimpleNamespace(output_attentions=True), {}, "output_attentions"),
-        (nothing, {"past_key_values": object()}, "serving"),
-        (nothing, {"logits_to_keep": 1}, "the last of its own tokens"),
-    ):
-        with pytest.raises(UnsupportedError, match=text):
-            check_keywords(config, call)
-
-
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(BackendUnavailable, match="pip install 'transformers>=5"):
         use_tokenring(torch.nn.Linear(2, 2), tr.ContextParallel("self"))
-
-
-def test_other_losses_and_other_attention_are_refused() -> None:
-    """Pooling and means would be of this rank's tokens; so would attention that was exchanged after the first call."""
-    config = SimpleNamespace(model_type="llama", _attn_implementation="ours")
-    given = SimpleNamespace(config=config, set_attn_implementation=None, loss_type="ForCausalLM")
-    check_model(given, False)
-    given.loss_type = "ForSequenceClassification"
-    for any_model in (False, True):
-        with pytest.raises(UnsupportedError, match=r"its loss \(ForSequenceClassification\)"):
-            check_model(given, any_model)
-    check_attends(given, "ours")
-    config._attn_implementation = "sdpa"
-    with pytest.raises(UnsupportedError, match="calls attention 'sdpa', not tokenring's"):
-        check_attends(given, "ours")
 
 
 # ---------- what ranks compare of a batch

@@ -150,6 +150,60 @@ def test_fewest() -> None:
     assert fewest(lambda n: False) is None
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 2048])
+@pytest.mark.parametrize("latents", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_no_way_beats_its_bound_nor_one_in_place_that_of_all(ranks: int, latents: bool, tokens: int) -> None:
+    """Put kernels above messages and below them: either may hide the other."""
+    given = call(ranks, tokens, 4096, 1 if latents else 8)
+    size = replace(given.workload, head_dim=576, value_dim=512, latent_dim=576) if latents else given.workload
+    for tflops, latency in ((400.0, 6e-6), (1e9, 6e-6), (0.01, 6e-6), (1e9, 0.0)):
+        machine = Machine(constant(tflops, copy_gbs=2500.0), Messages(latency, 2e-6))
+        asked = replace(given, workload=size, machine=machine)
+        for way in cached_ways(asked):
+            assert 0.0 < way.bound_seconds <= way.seconds * (1 + 1e-12), way
+            if way.name in ("one-shot", "two-step", "direct-q"):
+                assert least_cached_seconds(asked) <= way.bound_seconds * (1 + 1e-12), way
+
+
+def test_bounds_of_ways_by_hand() -> None:
+    """Hide bytes behind kernels, but neither the last partial results nor, in a ring, more than its rounds."""
+    given = replace(call(4), machine=Machine(constant(400.0, copy_gbs=2500.0), Messages(latency_seconds=1e-5)))
+    ways = {way.name: way for way in cached_ways(given)}
+    kernel, moved = ways["one-shot"].kernel_seconds, given.kv_bytes / 4 * 3 / 100e9
+    assert ways["one-shot"].bound_seconds == pytest.approx(kernel + 1e-5)
+    assert ways["two-step"].bound_seconds == pytest.approx(kernel + 2e-5)
+    assert ways["direct-q"].bound_seconds == pytest.approx(kernel + 1e-5)
+    assert ways["direct-kv"].bound_seconds == pytest.approx(moved + 1e-5)
+    assert ways["ring"].bound_seconds == pytest.approx(moved + 3e-5)
+    assert ways["one rank"].bound_seconds == ways["one rank"].seconds
+
+
+def test_decode_is_one_new_token(capsys: pytest.CaptureFixture[str]) -> None:
+    """Take the command line of the design, whose report has bounds and crossovers."""
+    assert main(H100) == 0
+    wanted = capsys.readouterr().out
+    for more in (["--decode"], ["--decode", "--tokens", "1"]):
+        assert main([*H100, *more]) == 0
+        assert capsys.readouterr().out == wanted
+    assert "bound" in wanted.splitlines()[4].split() and "bound 39.2 µs over 8 ranks" in wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--decode"], "--decode is one new token over a KV cache: say how many tokens are cached, as in"),
+        (["--decode", "--seq", "8k", "--sweep", "seq=8k..16k"], "--decode is one new token over a KV cache"),
+        (["--decode", "--cached", "8k", "--tokens", "4"], "--decode is one new token, and --tokens 4 asks for others"),
+        (["--decode", "--operator", "row"], "--decode does not go with --operator row, whose sizes are"),
+        (["--decode", "--layer", "llama3-8b"], "--decode does not go with --layer, whose sizes are"),
+    ],
+)
+def test_decode_of_something_else(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--topology", "preset:hgx-h100", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(H100) == 0
     said = capsys.readouterr().out

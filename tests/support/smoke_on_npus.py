@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ascend import hccl
+from ascend import fused_linears, hccl
 from ascend.hccl_ledger import limits
 from ascend.operators import register
 from ascend.ranks import NpuPools
@@ -17,13 +17,13 @@ from ranks import Here
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "hardware" / "npu"))
 
-from npu_smoke import costs, kernel, operators, shapes, traffic, training
+from npu_smoke import costs, kernel, linears, operators, shapes, traffic, training
 from npu_smoke import here as smoke
 from npu_smoke.unknowns import UNKNOWNS, verdict
 
 Spoil = Callable[[pytest.MonkeyPatch], None]
 STUCK_SECONDS = 3.0  # until what is stuck for certain counts as stuck
-MODULES = (operators, kernel, shapes, traffic, costs, training)
+MODULES = (operators, kernel, shapes, traffic, costs, training, linears)
 
 
 def words(task: str, result: dict[str, Any], real: bool = True) -> dict[str, str]:
@@ -35,6 +35,7 @@ def words(task: str, result: dict[str, Any], real: bool = True) -> dict[str, str
 def found_by(here: Here, task: str, spoil: Spoil | None, stuck: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
     """What the task comes back with on this rank, and the verdicts of that."""
     register("2.13.0")
+    fused_linears.install()
     hccl.install()
     place = smoke.Here(here.rank, here.world_size, "npu", True, lambda text: None)
     module = next(each for each in MODULES if task in vars(each))

@@ -1,4 +1,4 @@
-"""Checks of ContextParallel's arguments, whose errors say what was asked, what there is, and what to do."""
+"""Checks of the contexts' arguments, whose errors say what was asked, what there is, and what to do."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenring.schedule.schedule import Schedule
     from tokenring.schedule.scheme import Scheme
     from tokenring.sequence.workload import Request
+STAYS = ("weights", "tokens", "either")
 NO_LAYOUT = "layout is of type {}; give a Layout, or none: that of cp"
 NEEDS_MASK = (
     'layout "auto" cuts a sequence by its mask: give mask=..., the mask of the attention over it, or layout=..., '
@@ -62,6 +63,41 @@ def check_computing(layout: object, kernel: object) -> None:
     if not isinstance(layout, Layout) and layout != AUTO:
         read_name(layout)
     check_name("kernel", kernel, KERNELS, "")
+
+
+def check_linear(
+    schedule: object, topology: object, *, stays: object, partials: object, wire: str | None, kernel: object
+) -> None:
+    """Raise ConfigurationError unless this is what TensorParallel takes."""
+    import torch  # the doctor checks names without it
+
+    from tokenring.lowering.backend_names import LINEAR_KERNELS
+
+    if stays not in STAYS:
+        from tokenring.nearest import hint
+
+        raise ConfigurationError(f"stays={stays!r}: use one of {', '.join(STAYS)}{hint(stays, STAYS)}")
+    if not isinstance(schedule, str):
+        raise ConfigurationError(f"schedule={schedule!r}: give a name, as 'direct-q', or 'auto'")
+    if partials not in (None, torch.float32):
+        raise ConfigurationError(f"partials={partials}: use torch.float32, or None for the tensors' dtype")
+    if wire is not None:
+        from tokenring.ir.wire_formats import wire_format
+
+        wire_format(wire)
+    if topology is not None:
+        from tokenring.planner.interconnects.interconnect import Interconnect
+
+        if not isinstance(topology, Interconnect):
+            raise ConfigurationError(f"topology is of type {type(topology).__name__}; give an Interconnect, or None")
+    check_name("kernel", kernel, LINEAR_KERNELS, "")
+    given = {"schedule": schedule, "stays": stays, "partials": partials, "wire": wire}
+    others = [f"{name}={value!r}" for name, value in given.items() if value not in ("auto", "weights", None)]
+    if kernel != "auto" and others:
+        raise ConfigurationError(
+            f"kernel={kernel!r} does whole layers, whose weights stay, in the tensors' dtype and by no schedule: leave "
+            f"out {', '.join(others)}, or the kernel"
+        )
 
 
 def check_planning(

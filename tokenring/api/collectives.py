@@ -15,11 +15,12 @@ from tokenring.api.autograd import in_transform, refuse_transforms
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context, check_tensor
 from tokenring.api.standing import context_of, outside_graphs
-from tokenring.api.tensor_parallel import DTYPES, Given, LinearRequest, TensorParallel, check_parallel, run, taken
+from tokenring.api.tensor_parallel import DTYPES, Given, TensorParallel, check_parallel
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.runtime.agreement import beginning, refusing
-from tokenring.runtime.executor import Executor
+from tokenring.runtime.call import BoundPass, run, taken
 from tokenring.sequence.workload import DTYPES as KEY_DTYPES
+from tokenring.sequence.workload import LinearRequest
 
 TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 
@@ -137,7 +138,7 @@ def _rows(parts: torch.Tensor, size: int, request: LinearRequest) -> torch.Tenso
     return parts.contiguous().view(-1, request.width)
 
 
-def _reduced(executor: Executor, rows: torch.Tensor) -> torch.Tensor:
+def _reduced(executor: BoundPass, rows: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of the sum, in fp32: in memory of the pool, or of the call."""
     return executor.result(run(executor, {"a": rows}), "q_partial", "y")[0, :, 0]
 

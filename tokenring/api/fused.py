@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenring.api.tensor_parallel import DTYPES, LinearRequest, TensorParallel, taken
+from tokenring.api.tensor_parallel import DTYPES, TensorParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.runtime.call import taken
+from tokenring.sequence.workload import LinearRequest
 
 
 def all_gather_matmul(
@@ -27,7 +29,7 @@ def all_gather_matmul(
         sizes = (x.shape[0] * ranks, sum(widths) * ranks, x.shape[1])
         request = _staying(tp, tp.request("column-x" if keep else "column", sizes, x, "weights"))
         given = {"call": "all_gather_matmul", "x": list(x.shape), "weights": widths, "kept": keep}
-        own = {"x": x.contiguous()[None, :, None, :], "c": x.new_empty(sizes[0], sum(widths))}
+        own = {"x": x.contiguous()[None, :, None, :], "c": tp.pairs(request, x)}
         own["w"] = (weights[0].t() if len(weights) == 1 else torch.cat([each.t() for each in weights]))[None, :, None]
         if keep:
             own["a"] = x.new_empty(sizes[0], x.shape[1])

@@ -10,8 +10,10 @@ import torch
 from tokenring.api.autograd import Refused, first, refuse_batched, refuse_transforms, refused
 from tokenring.api.inputs import check_tensor
 from tokenring.api.standing import outside_graphs
-from tokenring.api.tensor_parallel import DTYPES, Given, LinearRequest, Stays, TensorParallel, check_parallel, taken
+from tokenring.api.tensor_parallel import DTYPES, Given, Stays, TensorParallel, check_parallel
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.runtime.call import taken
+from tokenring.sequence.workload import LinearRequest
 
 INSTEAD = "compute what needs another one with torch.nn.functional.linear, of tensors that are gathered"
 COLUMN, ROW = (refused(f"tokenring.{name}_linear", INSTEAD) for name in ("column", "row"))
@@ -42,6 +44,11 @@ class Layer(NamedTuple):
         """The request of a backward pass that makes the gradients that are wanted."""
         return self.request._replace(operator=BACKWARD[self.request.operator][self.wanted])
 
+    def check_kernel(self) -> None:
+        """Raise UnsupportedError, before forward, for a backward pass that a kernel by name will not take."""
+        if any(self.wanted):
+            self.tp.check_kernel(self.backward, "backward")
+
 
 @outside_graphs
 def column_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
@@ -61,7 +68,8 @@ def column_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> 
         ranks = tp.world_size
         request = tp.request("column", (x.shape[0] * x.shape[1] * ranks, weight.shape[0] * ranks, x.shape[2]), x)
         layer = Layer(tp, request, _given("column_linear", x=x, weight=weight), x.shape[1], _wanted(x, weight))
-        made = x.new_empty(tp.box(request).shape)
+        layer.check_kernel()
+        made = tp.pairs(request, x)
     result: torch.Tensor = _Column.apply(x, weight, made, layer)  # type: ignore[no-untyped-call]
     return result
 
@@ -84,6 +92,7 @@ def row_linear(h: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> tor
         request = _row_request(h, weight, tp)
         tokens = request.tokens // tp.world_size // h.shape[0]
         layer = Layer(tp, request, _given("row_linear", h=h, weight=weight), tokens, _wanted(h, weight))
+        layer.check_kernel()
         c = _as_rows(h.detach(), tokens)
     result: torch.Tensor = _Row.apply(h, weight, c, layer)  # type: ignore[no-untyped-call]
     return result
@@ -214,7 +223,7 @@ class _Column(torch.autograd.Function):
             layer.tp.call(layer.request, "forward", layer.given, own)
         ctx.save_for_backward(x if layer.wanted[1] else None, weight if layer.wanted[0] else None)
         ctx.layer, ctx.parameter = layer, _parameter(weight, layer)
-        return _as_batches(c, x.shape[0], x.shape[1]).data
+        return _as_batches(own["c"], x.shape[0], x.shape[1]).data
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -267,7 +276,7 @@ class _Row(torch.autograd.Function):
             if h is not None:
                 own["c"] = _as_rows(h, layer.tokens)
             if weight is not None:
-                own |= {"w": _own(weight.t()), "dc": dout.new_empty(layer.tp.box(layer.request).shape)}
+                own |= {"w": _own(weight.t()), "dc": layer.tp.pairs(layer.request, dout)}
 
         def compute() -> Gradients:
             made: Gradients = {}

@@ -208,15 +208,19 @@ class _Sum(torch.autograd.Function):
         ctx.cp, ctx.dim, ctx.layout, ctx.cut = cp, dim, layout, cut
         whole = whole.contiguous().clone()
         if cp.world_size > 1:
-            with cp.turn:
-                what = "the gradient of unshard"
-                finish(dist.all_reduce(whole, group=cp.group, async_op=True), cp, what, whole.device)
+            add_up(whole, cp, "the gradient of unshard")
         lengths = cp.lengths.parts(whole.shape[dim]) if layout is None else layout.local_lengths
         return whole.narrow(dim, sum(lengths[: cp.rank]), lengths[cp.rank])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         return _Gather.apply(grads[0], ctx.cp, ctx.dim, ctx.layout, ctx.cut), None, None, None, None  # type: ignore[no-untyped-call]
+
+
+def add_up(x: torch.Tensor, cp: ContextParallel, what: str) -> None:
+    """Add a tensor up over the ranks of cp, of which there are several, in place. Raises PeerLost, which says what."""
+    with cp.turn:
+        finish(dist.all_reduce(x, group=cp.group, async_op=True), cp, what, x.device)
 
 
 def finish(work: Any, cp: ContextParallel, what: str, device: torch.device) -> None:

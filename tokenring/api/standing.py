@@ -32,7 +32,7 @@ def outside_graphs(function: Function) -> Function:
     @wraps(function)
     def call(*given: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
-            from tokenring.runtime.graph_breaks import outside
+            from tokenring.graph_breaks import outside
 
             return outside(function, *given, **named)
         return function(*given, **named)

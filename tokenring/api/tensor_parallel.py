@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import torch
 
+from tokenring.api.arguments import check_linear
 from tokenring.api.context import TIMEOUT_SECONDS, ContextParallel
 from tokenring.api.standing import Standing
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.ir.schedule_data import FULL, Pass
 from tokenring.runtime.agreement import Description, agree, beginning, refusing
-from tokenring.runtime.call import ActiveCall
+from tokenring.runtime.call import ActiveCall, BoundPass, run
 from tokenring.schedule.names import make_schedule
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import as_integer, make_layout
 from tokenring.sequence.mask import Full
-from tokenring.sequence.workload import Workload
+from tokenring.sequence.workload import LinearRequest, Workload
 from tokenring.weak_method import weakly
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from tokenring.backends.fused.mc2 import Mc2
     from tokenring.backends.interfaces import AttentionKernel, Transport
     from tokenring.launch.groups import Group, HeldGroup
     from tokenring.lowering.pair_box import PairBox
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from tokenring.runtime.executor import Executor
 
 Stays = Literal["weights", "tokens", "either"]
-STAYS = ("weights", "tokens", "either")
 CACHED = 64  # bound programs
 DTYPES = (torch.float32, torch.bfloat16)
 COLLECTIVES = ("reduce", "gather")
@@ -39,23 +40,6 @@ PLANNED = ("column", "row", *COLLECTIVES)
 CPU = torch.device("cpu")
 WIDE = (("kv_partial", FULL), ("q_partial", FULL))
 Given: TypeAlias = Mapping[str, object]
-
-
-class LinearRequest(NamedTuple):
-    """One linear layer, or collective, over a group: its schedule, and tokens and features of all ranks together."""
-
-    operator: str
-    schedule: str
-    tokens: int
-    features: int
-    width: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def workload(self) -> Workload:
-        """The sizes as schedules know them: rows are q, columns are kv, with one head of the width."""
-        return Workload(1, self.tokens, self.features, 1, 1, self.width, self.dtype)
 
 
 class _NoKernel:
@@ -85,11 +69,15 @@ class TensorParallel(Standing):
     wire: a format in which inputs that other ranks ask for, and parts of y and dx, are encoded once where they travel:
         "mxfp8", "mxint8", "mxfp4" and others (docs/layer.md), for fewer bytes and an error that `plan` tells. Their
         blocks of 32 must divide the width of a layer. None: in the tensors' dtype. Collectives take it as well.
+    kernel: "auto", schedules of ours; "mc2": Ascend's fused operators do whole layers, or refuse them (docs/layer.md).
 
     Raises ConfigurationError and BackendUnavailable. `close`, or a `with`, gives back what it holds.
     """
 
-    _internal = frozenset(("begin", "box", "call", "collective", "group", "refusing", "request", "schedule_of", "turn"))
+    _internal = frozenset((
+        "begin", "box", "call", "check_kernel", "collective", "group", "pairs", "refusing", "request", "schedule_of",
+        "turn",
+    ))  # fmt: skip
 
     def __init__(
         self,
@@ -101,27 +89,16 @@ class TensorParallel(Standing):
         topology: Interconnect | None = None,
         partials: torch.dtype | None = None,
         wire: str | None = None,
+        kernel: str = "auto",
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
-        if stays not in STAYS:
-            from tokenring.nearest import hint
-
-            raise ConfigurationError(f"stays={stays!r}: use one of {', '.join(STAYS)}{hint(stays, STAYS)}")
-        if not isinstance(schedule, str):
-            raise ConfigurationError(f"schedule={schedule!r}: give a name, as 'direct-q', or 'auto'")
-        if partials not in (None, torch.float32):
-            raise ConfigurationError(f"partials={partials}: use torch.float32, or None for the tensors' dtype")
-        if wire is not None:
-            from tokenring.ir.wire_formats import wire_format
-
-            wire_format(wire)
-        if topology is not None:
-            _check_topology(topology)
+        check_linear(schedule, topology, stays=stays, partials=partials, wire=wire, kernel=kernel)
         self._closed = False
         self._base = ContextParallel(group, "contiguous", "ring", transport, timeout_seconds=timeout_seconds)
         self.rank, self.world_size, self.turn = self._base.rank, self._base.world_size, self._base.turn
         self.schedule, self.stays, self.topology, self.partials = schedule, stays, topology, partials
-        self.wire = wire
+        self.wire, self.kernel = wire, kernel
+        self._whole = None if kernel == "auto" else self._whole_layers()
         if schedule != "auto":
             from tokenring.schedule.families.registry import parse
 
@@ -134,7 +111,8 @@ class TensorParallel(Standing):
 
     def __repr__(self) -> str:
         state = ", closed" if self._base.closed else ""
-        return f"TensorParallel(schedule {self.schedule}, rank {self.rank} of {self.world_size}{state})"
+        by = f"schedule {self.schedule}" if self._whole is None else f"kernel {self.kernel}"
+        return f"TensorParallel({by}, rank {self.rank} of {self.world_size}{state})"
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -145,6 +123,8 @@ class TensorParallel(Standing):
         """Give back buffers and the transport, if it was made here; calls then raise ConfigurationError."""
         self._closed = True
         self._executors.cache_clear()
+        if self._whole is not None:
+            self._whole.close()
         self._base.close()
 
     def shard(self, weight: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -209,7 +189,7 @@ class TensorParallel(Standing):
 
     def call(
         self, request: LinearRequest, direction: Pass, given: Given, own: dict[str, torch.Tensor]
-    ) -> tuple[Executor, ActiveCall]:
+    ) -> tuple[BoundPass, ActiveCall]:
         """Agree on a pass with all ranks, and run it. Raises Disagreement on all ranks; PeerLost.
 
         What it made lies in the pool until the next call: hold `turn` until it is taken.
@@ -217,19 +197,36 @@ class TensorParallel(Standing):
         (executor,) = self.begin(request, given, direction)
         return executor, run(executor, own)
 
-    def begin(self, request: LinearRequest, given: Given, *passes: Pass) -> list[Executor]:
+    def pairs(self, request: LinearRequest, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for what this rank computes of a tensor of pairs; none where a kernel makes its own."""
+        return like.new_empty(self.box(request).shape if self._kernel_of(request.operator) is None else 0)
+
+    def check_kernel(self, request: LinearRequest, direction: Pass) -> None:
+        """Raise UnsupportedError where a kernel was asked for that does not take this pass on this rank."""
+        if (kernel := self._kernel_of(request.operator)) is not None:
+            kernel.check(request, direction)
+
+    def _kernel_of(self, operator: object) -> Mc2 | None:
+        """Return the kernel by name that does this operator, or refuses it; None: a schedule does, as collectives."""
+        return None if operator in COLLECTIVES else self._whole
+
+    def begin(self, request: LinearRequest, given: Given, *passes: Pass) -> Sequence[BoundPass]:
         """Agree on a call of these passes with all ranks, and bind them. Raises Disagreement on all ranks; PeerLost.
 
         given: what the ranks have to give alike, by name: the function that is called, shapes.
         """
         with self.refusing(passes[0], request.device):
             self._check_open()
+            for each in passes:
+                self.check_kernel(request, each)
             mine = self._describe(request, given, passes[0])
         speaker = self._base.speaker(request.device)
         if speaker is not None:
             agree(speaker, mine)
         transport = None if self.world_size == 1 else self._base.transport_for(request.device)
         with beginning(transport):
+            if (kernel := self._kernel_of(request.operator)) is not None:
+                return [kernel.bound(request, each, transport) for each in passes]
             return self._bound(request, passes, transport)
 
     def refusing(self, direction: Pass, *given: object) -> refusing:
@@ -243,10 +240,20 @@ class TensorParallel(Standing):
             )
         self._base.check_open()
 
+    def _whole_layers(self) -> Mc2:
+        """Make the kernel that takes whole layers. It holds the group so that torch can destroy it."""
+        from tokenring.launch.groups import HeldGroup
+        from tokenring.lowering.backend_names import LINEAR_KERNELS, load
+
+        of = None if self._base.group is None else HeldGroup(self._base.group)
+        made: Mc2 = load("kernel", self.kernel, LINEAR_KERNELS)(of)
+        return made
+
     def _describe(self, request: LinearRequest, given: Given, direction: Pass) -> Description:
         """Describe a call; sizes follow from the shapes that are given."""
         fields = {"dtype": request.dtype, "device": request.device.type, "schedule": request.schedule}
         own = {"stays": self.stays, "partials": self.partials or "as the tensors", "wire": self.wire or "none"}
+        own["kernel"] = self.kernel
         return Description.of({**given, "pass": direction, **fields, **own})
 
     def _bound(self, request: LinearRequest, passes: tuple[Pass, ...], transport: Transport | None) -> list[Executor]:
@@ -278,6 +285,8 @@ class TensorParallel(Standing):
     def _choose(
         self, operator: str, tokens: int, features: int, width: int, dtype: torch.dtype, stays: Stays
     ) -> str:
+        if (kernel := self._kernel_of(operator)) is not None:
+            return kernel.placed_as
         if self.schedule != "auto":
             return self.schedule
         from tokenring.planner.choosing.linear import choose
@@ -320,6 +329,8 @@ class TensorParallel(Standing):
         check_device(self.wire, dtype, device)
 
     def _check_planned(self, operator: object, tokens: int, features: int, width: int, dtype: object) -> None:
+        if self._kernel_of(operator) is not None:
+            raise UnsupportedError(f"kernel {self.kernel!r} has no plan: its operator decides what moves when")
         if operator not in PLANNED:
             from tokenring.nearest import hint
 
@@ -367,26 +378,6 @@ def check_parallel(tp: object) -> None:
         raise ConfigurationError(
             f"tp is of type {type(tp).__name__}; make a TensorParallel, once, and give it to every call"
         )
-
-
-def run(executor: Executor, own: dict[str, torch.Tensor]) -> ActiveCall:
-    """Run a bound pass on this rank's tensors. Raises PeerLost."""
-    active = ActiveCall(own)
-    with torch.autocast(executor.views.base.device.type, enabled=False):
-        executor.run(active)
-    return active
-
-
-def taken(made: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a result in this dtype, the caller's to keep: in fp32 it is already."""
-    return made.to(dtype, copy=dtype != torch.float32)
-
-
-def _check_topology(given: object) -> None:
-    from tokenring.planner.interconnects.interconnect import Interconnect
-
-    if not isinstance(given, Interconnect):
-        raise ConfigurationError(f"topology is of type {type(given).__name__}; give an Interconnect, or None")
 
 
 def _check_rows_move(name: str) -> None:

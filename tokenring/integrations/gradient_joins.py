@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenring.api.context import ContextParallel
+from tokenring.api.sharding import add_up
 from tokenring.errors import ConfigurationError
 
 GradientReduction = Literal["sum", "mean"]
+JOINING = "adding up gradients"
 
 
 def check_reduction(gradients: object) -> None:
@@ -30,7 +32,8 @@ def add_up_gradients(model: torch.nn.Module, cp: ContextParallel) -> None:
     """Add up the gradients of all parameters over the ranks of cp, in place; where no DDP or FSDP joins them.
 
     Call it once, after the last backward pass before a step. FSDP may shard parameters over ranks that have other
-    sequences. Raises ConfigurationError where it shards them over ranks of cp: it has joined these gradients then.
+    sequences. Raises ConfigurationError where it shards them over ranks of cp: it has joined these gradients then;
+    PeerLost for a rank that does not come, within the time limit of cp on CPUs.
     """
     if cp.world_size == 1:
         return
@@ -39,11 +42,11 @@ def add_up_gradients(model: torch.nn.Module, cp: ContextParallel) -> None:
     if not given:
         return
     there = torch.tensor([each.grad is not None for each in given], dtype=torch.int32, device=given[0].device)
-    dist.all_reduce(there, group=cp.group)  # experts that saw no token here may have seen some elsewhere
+    add_up(there, cp, JOINING)  # experts that saw no token here may have seen some elsewhere
     for each, ranks in zip(given, there.tolist(), strict=True):
         if ranks:
             each.grad = torch.zeros_like(each) if each.grad is None else each.grad
-            dist.all_reduce(_local_part(each.grad), group=cp.group)
+            add_up(_local_part(each.grad), cp, JOINING)
 
 
 def check_joined(
@@ -52,7 +55,8 @@ def check_joined(
     """Raise ConfigurationError where FSDP2, or DDP, does not join the gradients of model as `gradients` says.
 
     "mean": what FSDP2 shards must lie, or have copies, on all ranks of cp, or on all of `every`, for a trainer that
-    wants their mean, and DDP must span these; "sum": no two of those of cp. DDP is seen in its forward pass.
+    wants their mean, and DDP must span these; "sum": no two of those of cp. DDP is seen in its forward pass. Where
+    FSDP2 shards some of a model, "mean" wants all of its parameters sharded.
     """
     if cp.world_size == 1:
         return
@@ -77,6 +81,8 @@ def check_joined(
                 f"{sorted(wanted & held)}: it takes the mean of their gradients. Say gradients='mean' when you call "
                 f"use_tokenring, and do not call add_up_gradients"
             )
+    if gradients == "mean":
+        _check_all_sharded(model)
 
 
 def check_wrapped(model: torch.nn.Module) -> None:
@@ -101,6 +107,53 @@ def _joining(model: torch.nn.Module) -> Iterator[tuple[str, set[int]]]:
         yield "DDP joins gradients", set(dist.get_process_group_ranks(ddp.process_group))
 
 
+def _check_all_sharded(model: torch.nn.Module) -> None:
+    """Raise ConfigurationError for parameters that FSDP2 leaves alone, where it shards others."""
+    held = set(_places_in_fsdp(model))
+    left = [
+        f"{title}.{name}".lstrip(".")
+        for title, module in model.named_modules()
+        for name, each in module.named_parameters(recurse=False)
+        if each.requires_grad and not _is_dtensor(each) and (id(module), name) not in held
+    ]
+    if held and left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise ConfigurationError(
+            f"gradients='mean', and FSDP shards a part of the model, which leaves {', '.join(left[:3])}{more} alone: "
+            f"nothing would join their gradients. Shard the whole model, too, after its layers: fully_shard(model, "
+            f"mesh=...); or freeze these (requires_grad=False)"
+        )
+
+
+def _places_in_fsdp(model: torch.nn.Module) -> Iterator[tuple[int, str]]:
+    """Yield what FSDP2 shards where it shards a part of this model: ids of modules, with names of their parameters.
+
+    It says so itself, in private; none where this version of torch says it otherwise.
+    """
+    fsdp_module = _kinds(sys.modules.get("torch.distributed.fsdp"), "FSDPModule")
+    states: dict[int, Any] = {}
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if isinstance(module, fsdp_module) and hasattr(module, "_get_fsdp_state"):
+            own = module._get_fsdp_state()
+            if id(own) not in states:  # else those of its context are there, too: of what is around the model
+                beside = getattr(getattr(own, "_state_ctx", None), "all_states", ())
+                states |= {id(each): each for each in (own, *beside)}
+    for info in (each for state in states.values() for group in _groups_of(state) for each in _shards_of(group)):
+        yield id(info.module), info.param_name
+        yield from zip(map(id, info.shared_modules), info.shared_param_names, strict=True)
+
+
+def _shards_of(group: Any) -> Iterator[Any]:
+    """Yield where each parameter of a group stands, as FSDP2 notes it."""
+    found = (getattr(each, "_module_info", None) for each in getattr(group, "fsdp_params", ()))
+    return (each for each in found if each is not None)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    return getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+
+
 def _meshes_of_fsdp(model: torch.nn.Module) -> Iterator[Any]:
     """Yield the meshes over which FSDP2 joins gradients, each once."""
     fsdp_module = _kinds(sys.modules.get("torch.distributed.fsdp"), "FSDPModule")
@@ -119,8 +172,7 @@ def _meshes_of(module: Any) -> list[Any]:
     private, and has other names in other versions of torch.
     """
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    found = [getattr(getattr(group, "mesh_info", None), "mesh", None) for group in groups]
+    found = [getattr(getattr(group, "mesh_info", None), "mesh", None) for group in _groups_of(state)]
     return [mesh for mesh in found if mesh is not None] or [
         each.device_mesh for each in module.parameters() if _is_dtensor(each)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 from weakref import ref
 
@@ -96,6 +96,13 @@ def _check_one_process(environment: Mapping[str, str]) -> None:
             f"{size} processes (WORLD_SIZE={size}, {numbered}={environment[numbered]}), and each would compute the "
             f"whole alone. Call torch.distributed.init_process_group(...) first, or give group='self' if that is meant"
         )
+
+
+def newer_collective(name: str) -> Callable[..., Any]:
+    """Return torch's collective of one tensor by its name since 2.13, else by the one that it had before."""
+    older = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}[name]
+    found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, older)
+    return found
 
 
 def process_group(group: Group) -> ProcessGroup | None:

@@ -39,6 +39,7 @@ KERNELS = {
     "flash-attn-4": "tokenring.backends.kernels.flash_attn:FlashAttn4",
     "flex": "tokenring.backends.kernels.flex:Flex",
 }
+LINEAR_KERNELS = {"mc2": "tokenring.backends.fused.mc2:Mc2"}  # that take whole linear layers
 PLANNED_WITH = "cpu-flash"  # the kernel whose cuts count where a schedule is measured without tensors at hand
 
 

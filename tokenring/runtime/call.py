@@ -1,4 +1,4 @@
-"""One attention call as it runs: its tensors, and the loop over the steps of a bound program that are done to them.
+"""One call as it runs: its tensors, and the loop over the steps of a bound program that are done to them.
 
 The loop is plain, with the clock, or with names for profilers. While a profiler of torch is at work, each instruction
 runs in a range that says what it is. torch.profiler shows them beside its operators; torch.autograd.profiler.emit_nvtx
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.profiler import record_function
@@ -19,6 +19,8 @@ from tokenring.backends.interfaces import Work
 from tokenring.lowering.program import Instruction, Program
 
 if TYPE_CHECKING:
+    from tokenring.backends.interfaces import Transport
+    from tokenring.ir.schedule_data import Kind
     from tokenring.runtime.trace import Trace
 
 
@@ -40,7 +42,34 @@ class ActiveCall:
     running: dict[int, Any] = field(default_factory=dict)  # by the first instruction of a run: results so far
 
 
+class BoundPass(Protocol):
+    """One pass of a linear layer or a collective, bound to memory: a program of ours, or an operator of a vendor's."""
+
+    @property
+    def transport(self) -> Transport | None:
+        """The transport by which the other ranks hear of errors; None for one rank."""
+
+    def run(self, call: ActiveCall) -> None:
+        """Run the pass on a call's own tensors. Raises PeerLost."""
+
+    def result(self, call: ActiveCall, kind: Kind, name: str) -> torch.Tensor:
+        """Return a field of this rank's own result, [1, rows, 1, width]; see Executor.result."""
+
+
 Step = Callable[[ActiveCall], None]
+
+
+def run(bound: BoundPass, own: dict[str, torch.Tensor]) -> ActiveCall:
+    """Run a bound pass on this rank's tensors. Raises PeerLost."""
+    active = ActiveCall(own)
+    with torch.autocast(next(iter(own.values())).device.type, enabled=False):
+        bound.run(active)
+    return active
+
+
+def taken(made: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a result in this dtype, the caller's to keep: what lies in a pool is in fp32, and copied by that."""
+    return made.to(dtype)
 
 
 def profiling() -> bool:

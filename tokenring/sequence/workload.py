@@ -153,6 +153,23 @@ class Request:
 # ---------- lengths
 
 
+class LinearRequest(NamedTuple):
+    """One linear layer, or collective, over a group: its schedule, and tokens and features of all ranks together."""
+
+    operator: str
+    schedule: str
+    tokens: int
+    features: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def workload(self) -> Workload:
+        """The sizes as schedules know them: rows are q, columns are kv, with one head of the width."""
+        return Workload(1, self.tokens, self.features, 1, 1, self.width, self.dtype)
+
+
 class Held(NamedTuple):
     """The tokens of q and of kv that a rank holds."""
 

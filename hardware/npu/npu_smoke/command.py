@@ -14,6 +14,7 @@ from typing import Any
 
 from npu_smoke.tasks import JOBS as JOBS
 from npu_smoke.tasks import KERNEL as KERNEL
+from npu_smoke.tasks import LAYERS as LAYERS
 from npu_smoke.tasks import LINKS as LINKS
 from npu_smoke.tasks import OPERATORS as OPERATORS
 from npu_smoke.tasks import SETTINGS
@@ -103,7 +104,7 @@ def _count(kind: str, options: argparse.Namespace, document: dict[str, Any]) -> 
 
 
 def _all_tasks(options: argparse.Namespace, kind: str, ranks: int) -> list[str]:
-    return [*LINKS, *OPERATORS, *KERNEL, *_schedules(options, kind, ranks), *JOBS]
+    return [*LINKS, *OPERATORS, *KERNEL, *LAYERS, *_schedules(options, kind, ranks), *JOBS]
 
 
 def _schedules(options: argparse.Namespace, kind: str, ranks: int) -> list[str]:
@@ -164,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-o", "--output", default="npu-smoke.json", metavar="FILE", help="results (npu-smoke.json)")
     add("--minutes", type=float, default=10.0, metavar="M", help="what is not begun by then is left out (10)")
     add("--task-seconds", type=float, default=TASK_SECONDS, metavar="S", help=f"limit of each task ({TASK_SECONDS:g})")
-    add("--only", metavar="TASKS", help=f"of {', '.join([*LINKS, *OPERATORS, *KERNEL, *JOBS])}, schedule:NAME")
+    add("--only", metavar="TASKS", help=f"of {', '.join([*LINKS, *OPERATORS, *KERNEL, *LAYERS, *JOBS])}, schedule:NAME")
     add("--schedules", default="all", metavar="NAMES", help="schedules or families, separated by commas (all that fit)")
     add("--device", choices=("npu", "cpu"), default="npu", help="cpu: a dry run of the script itself, over Gloo (npu)")
     add("--emulate", action="store_true", help="on the emulated NPUs of tests/fakes: a trial of the script itself")

@@ -101,18 +101,19 @@ def _join(asked: dict[str, Any]) -> Any:
 def _emulate(folder: str, ranks: int) -> None:
     """The emulated NPU of the project's tests, which lie in this folder."""
     sys.path[:0] = [f"{folder}/fakes", f"{folder}/support"]
-    from ascend import device, hccl, operators  # type: ignore[import-not-found,unused-ignore]
+    from ascend import device, fused_linears, hccl, operators  # type: ignore[import-not-found,unused-ignore]
 
     device.install(ranks)
     operators.register("2.13.0")
+    fused_linears.install()
     hccl.install()
 
 
 def _do(here: Any, task: str) -> Any:
-    from npu_smoke import costs, kernel, links, operators, schedules, shapes, traffic, training
+    from npu_smoke import costs, kernel, linears, links, operators, schedules, shapes, traffic, training
 
     name, _, argument = task.partition(":")
-    for module in (links, operators, kernel, shapes, traffic, costs, training):
+    for module in (links, operators, kernel, shapes, traffic, costs, training, linears):
         if hasattr(module, name):
             return getattr(module, name)(here)
     return schedules.schedule(here, argument)

@@ -43,13 +43,14 @@ def schedule(here: Here, name: str) -> dict[str, Any]:
 
 
 @cache
-def _transport_of(group: Any) -> Any:
+def transport_of(group: Any) -> Any:
+    """One for all that calls over a group."""
     return tr.ContextParallel(group, timeout_seconds=60.0).transport
 
 
 def _transport(here: Here) -> Any:
     """One for all schedules: each would take its own pairs of ranks else."""
-    return "auto" if here.ranks == 1 else _transport_of(here.group("schedules"))
+    return "auto" if here.ranks == 1 else transport_of(here.group("schedules"))
 
 
 def size(here: Here, which: tuple[int, int, int]) -> tuple[int, int, int]:

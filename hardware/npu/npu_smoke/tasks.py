@@ -7,6 +7,7 @@ from collections.abc import Mapping
 LINKS = ["pair", "peers", "ways", "staging", "wait", "memory", "receives", "lanes", "prepared", "curve"]
 OPERATORS = ["rows", "packed", "determinism", "updates", "launches"]
 KERNEL = ["tile", "documents", "merges", "torchmerge", "shapes"]
+LAYERS = ["column", "row"]
 JOBS = ["retried", "curve64", "curve128", "mindspeed"]  # behind the schedules: in processes of their own, or long
 
 # HCCL reads them when a process begins. Retry: within a server and between servers, as CANN's documents write it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from npu_smoke.unknowns_of_jobs import OF_JOBS
+from npu_smoke.unknowns_of_layers import OF_LAYERS
 from npu_smoke.verdicts import AS_ASSUMED, CLOSE, MEASURED, OPEN, OTHERWISE, Found, Unknown, Verdict, verdict, yes
 
 __all__ = ["AS_ASSUMED", "MEASURED", "OPEN", "OTHERWISE", "UNKNOWNS", "page", "verdict"]
@@ -243,6 +244,7 @@ UNKNOWNS = (
     Unknown("exactness", "is every schedule exact, forward and backward?", "as on the CPU, against float64",
             "schedules", _exact),
     Unknown("times", "which schedule is fastest?", "what `tokenring plan` predicts", "schedules", _times, True),
+    *OF_LAYERS,
     *OF_JOBS,
 )  # fmt: skip
 

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Work
 from ascend.device import NpuTensor, raw
 from ascend.hccl_batches import SendsBatches, retries
 from ascend.hccl_ledger import MEGABYTE, HcclError, InUse, NotedCollective, extent, label, ledger, limits
+from ascend.hccl_names import Named
 from ascend.hccl_streams import (
     Batch,
     Entry,
@@ -204,7 +205,7 @@ class Collective:
             x.copy_(made)
 
 
-class HcclGroup(SendsBatches, WholeTensors, dist.ProcessGroup):  # type: ignore[misc]
+class HcclGroup(SendsBatches, WholeTensors, Named, dist.ProcessGroup):  # type: ignore[misc]
     """One process group: a communicator for each peer, made when first used, and one of all ranks."""
 
     def __init__(self, store: Any, rank: int, size: int, name: str, timeout: timedelta) -> None:

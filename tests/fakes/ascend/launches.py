@@ -15,14 +15,13 @@ import torch
 
 from ascend import device
 from tokenring.api.autograd import run_backward, run_forward
-from tokenring.api.tensor_parallel import taken
 from tokenring.backends.interfaces import AttentionKernel, Work
 from tokenring.ir.schedule_data import PASSES, ScheduleData
 from tokenring.lowering.lower import lower
 from tokenring.lowering.pair_box import pair_box
 from tokenring.lowering.program import Instruction
 from tokenring.lowering.target import Target
-from tokenring.runtime.call import ActiveCall, Step
+from tokenring.runtime.call import ActiveCall, Step, taken
 from tokenring.runtime.executor import Executor
 from tokenring.runtime.pool import Pool
 from tokenring.sequence.workload import Workload

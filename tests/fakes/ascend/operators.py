@@ -27,6 +27,7 @@ class Called(NamedTuple):
 calls: list[Called] = []
 _registered: list[torch.library.Library] = []
 _offer: list[str] = []  # what is registered now
+_names: list[str] = []  # of its operators
 lacking: set[str] = set()  # aclnn kernels that the CANN beneath lacks: refusals.check_kernels
 Given = dict[str, Any]
 
@@ -39,7 +40,9 @@ def register(offer: str) -> None:
     _offer[:] = [offer]
     while _registered:
         _registered.pop()._destroy()  # type: ignore[no-untyped-call]
-    device.operators.clear()
+    for name in _names:
+        del device.operators[name]
+    _names[:] = [f"npu::{name}" for name in OFFERS[offer]]
     library = torch.library.Library("npu", "DEF")  # type: ignore[no-untyped-call]
     _registered.append(library)
     for name, text in OFFERS[offer].items():

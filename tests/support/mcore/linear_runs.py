@@ -124,17 +124,19 @@ def refusals(here: Here) -> dict[str, str]:
     theirs = get_gpt_layer_local_spec()
     theirs.submodules.mlp.submodules.linear_fc1 = type("TELayerNormColumnParallelLinear", (), {})
     ours = use_tokenring_linears(spec).submodules.mlp.submodules
+    whole = use_tokenring_linears(spec, kernel="mc2").submodules.mlp.submodules
     config = Job(tp=2).config()
     column = {"config": config, "init_method": config.init_method, "bias": False, "skip_bias_add": True}
     row = column | {"input_is_parallel": True}
-    half, graphs = Job(tp=2).config(), Job(tp=2).config()
-    half.fp16, graphs.enable_cuda_graph = True, True
+    half, graphs, gathered = (Job(tp=2).config() for _ in range(3))
+    half.fp16, graphs.enable_cuda_graph, gathered.sequence_parallel = True, True, False
     calls: dict[str, Any] = {
         "no linears": lambda: use_tokenring_linears(ModuleSpec(module=MLP)),
         "TransformerEngine": lambda: use_tokenring_linears(theirs),
         "schedule": lambda: use_tokenring_linears(spec, "ring"),
         "several": lambda: use_tokenring_linears(spec, "auto:direct-q"),
-        "option": lambda: use_tokenring_linears(spec, kernel="auto"),
+        "option": lambda: use_tokenring_linears(spec, stays="tokens"),
+        "kernel": lambda: whole.linear_fc1(64, 64, **column | {"config": gathered}),
         "gather_output": lambda: ours.linear_fc1(64, 64, **column, gather_output=True),
         "disable_grad_reduce": lambda: ours.linear_fc1(64, 64, **column, disable_grad_reduce=True),
         "input_is_parallel": lambda: ours.linear_fc2(64, 64, **row | {"input_is_parallel": False}),

@@ -73,8 +73,13 @@ class OneToken:
         wait_for(received)
         wait_for(sent)
         cache.filled[layer] = self._after
-        out = torch.mul(self._outs, self._lses.softmax(dim=0)).sum(dim=0)  # `merge_outs` of rows that saw a key each
+        out = merge_seen(self._outs, self._lses)
         return out, torch.logsumexp(self._exchange.made.lses, dim=0) if wants_lse else None
+
+
+def merge_seen(outs: torch.Tensor, lses: torch.Tensor) -> torch.Tensor:
+    """Return what `merge_outs` does of outs [n, B, H, 1, D] and lses [n, B, H, 1, 1] of rows that saw a key each."""
+    return torch.mul(outs, lses.softmax(dim=0)).sum(dim=0)
 
 
 def one_token(

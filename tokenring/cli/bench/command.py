@@ -12,17 +12,16 @@ from functools import partial
 from tokenring.cli.bench.emulate import add_options, check_options, start
 from tokenring.cli.bench.picture import to_svg
 from tokenring.cli.bench.results import RaceCase, RaceReport
-from tokenring.cli.bench.table import table
-from tokenring.cli.call_options import add_call_options, add_report_options, check_call, with_printed
+from tokenring.cli.bench.table import shown, table
+from tokenring.cli.call_options import add_call_options, add_report_options, check_call, refuse_cached, with_printed
 from tokenring.display.console import Console, Parser
-from tokenring.display.safe_text import plain
 from tokenring.errors import ConfigurationError
 from tokenring.launch.command import Command, ranks_started
 from tokenring.nearest import hint
 from tokenring.schedule.families.registry import FAMILIES, family_of, forms, is_known, parse
 
 MODULE = "tokenring.cli.bench.worker"
-OPERATOR = "--operator"  # a race of its own, with options of its own
+OPERATOR, CACHED = "--operator", "--cached"  # races of their own, with options of their own
 
 
 def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
@@ -30,7 +29,12 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
 
     Raises ConfigurationError for options that do not fit.
     """
-    if any(each.split("=")[0] == OPERATOR for each in (sys.argv[1:] if argv is None else argv)):
+    names = {each.split("=")[0] for each in (sys.argv[1:] if argv is None else argv)}
+    if CACHED in names:
+        from tokenring.cli.bench.cached import main as race_cached_steps
+
+        return race_cached_steps(argv, environment)
+    if OPERATOR in names:
         from tokenring.cli.bench.operators import main as race_operators
 
         return race_operators(argv, environment)
@@ -43,16 +47,7 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
 
 
 def _show(report: RaceReport, options: argparse.Namespace, console: Console) -> int:
-    if options.printed:
-        console.data(report.to_json())
-    else:
-        console.say(table(report, console.ink).rstrip("\n"))
-    for path in filter(None, (options.json, options.save, options.svg)) if not options.printed else ():
-        console.say(console.ink.pale(f"written: {plain(path)}"))
-    if (complaint := report.complaint()) is not None:
-        console.complain(f"tokenring bench: {complaint}")
-        return 1
-    return 0
+    return shown(report, table(report, console.ink), options, console)
 
 
 # ---------- what is asked
@@ -69,6 +64,9 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add(OPERATOR, metavar="NAME",
         help="race column, row, all-reduce, reduce-scatter or all-gather: --operator column --help")  # fmt: skip
+    add(CACHED, metavar="N", help="race ways to attend to a KV cache of N tokens, as in decode: --cached 8k --help")
+    add("--tokens", metavar="N", help="new tokens over --cached (1)")
+    add("--latents", action="store_true", help="--cached is of latents")
     add("--rounds", type=int, default=11, metavar="N", help="timed rounds (11)")
     add("--schedules", default="all", metavar="NAMES",
         help="tokenring's, separated by commas; all: the best of each family that fits, and auto (all)")  # fmt: skip
@@ -89,6 +87,7 @@ def _case(started: bool, options: argparse.Namespace, ranks: int) -> RaceCase:
 
     if options.operator is not None:
         raise ConfigurationError(f"write {OPERATOR} in full: it has options of its own")
+    refuse_cached(options)
     call = check_call(options, ranks)
     schedules = _schedules(options.schedules)
     if options.pieces is not None and "auto" in schedules:

@@ -12,12 +12,11 @@ from typing import Any
 
 from tokenring.cli.bench.emulate import add_options, check_options, start
 from tokenring.cli.bench.results import MEASURED, PEER, Entry, RaceMachine, RaceReport
-from tokenring.cli.bench.table import GAP, bytes_text, count, machine_text, ms
+from tokenring.cli.bench.table import GAP, bytes_text, count, machine_text, ms, shown
 from tokenring.cli.call_options import add_report_options, check_transport, with_printed
 from tokenring.cli.operator_names import COLLECTIVES, operator_name
 from tokenring.cli.spelling import DTYPES, SIZES_TEXT, add_dtype, add_passes
 from tokenring.display.console import Console, Ink, Parser
-from tokenring.display.safe_text import plain
 from tokenring.emulate.shapes import Shape
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.launch.command import Command, ranks_started
@@ -181,16 +180,7 @@ def _schedules(text: str) -> list[str]:
 
 
 def _show(report: OperatorReport, options: argparse.Namespace, console: Console) -> int:
-    if options.printed:
-        console.data(report.to_json())
-    else:
-        console.say(operator_table(report, console.ink).rstrip("\n"))
-    for path in filter(None, (options.json, options.save)) if not options.printed else ():
-        console.say(console.ink.pale(f"written: {plain(path)}"))
-    if (complaint := report.complaint()) is not None:
-        console.complain(f"tokenring bench: {complaint}")
-        return 1
-    return 0
+    return shown(report, operator_table(report, console.ink), options, console)
 
 
 def case_text(case: OperatorCase) -> str:

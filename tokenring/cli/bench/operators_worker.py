@@ -9,10 +9,10 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from tokenring.cli.bench.candidates import WAIT_SECONDS, RaceSetting, emulated
 from tokenring.cli.bench.operators import TORCH, OperatorCase, OperatorReport
 from tokenring.cli.bench.race import SEED, WARM_UP_ROUNDS, begin_together, order
 from tokenring.cli.bench.results import ERROR_LIMITS, FAILED, MEASURED, OURS, PEER, WRONG, Entry
+from tokenring.cli.bench.torch_layers import Layer, by_collectives, gathered, layer_of, scattered
 from tokenring.cli.bench.worker import machine_of
 from tokenring.cli.operator_names import COLLECTIVES
 from tokenring.gc_pause import no_collection
@@ -30,6 +31,20 @@ from tokenring.launch.command import Tell, process_group, quiet, serve
 from tokenring.launch.follow import short
 
 Results = dict[str, torch.Tensor]
+
+
+@dataclass
+class Racer:
+    """One who takes part in a race of results by name.
+
+    wanted: its right results at this rank, float64; empty: they are not compared. around: holds what a turn needs, of
+    which its time does not count.
+    """
+
+    entry: Entry
+    call: Callable[[], Results] = dict
+    wanted: Results = field(default_factory=dict)
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass
@@ -62,8 +77,9 @@ def raced(case: OperatorCase, rank: int, ranks: int, tell: Tell) -> list[Entry]:
     given = given_of(case, rank, ranks)
     transport = tr.ContextParallel(transport=case.transport, timeout_seconds=WAIT_SECONDS).transport
     topology = None if case.emulate is None else emulated(case.emulate, None)
-    calls: list[Callable[[], Results]] = [lambda: torch_call(case, given, ranks)]
-    entries = [Entry(TORCH, PEER, "collectives, then products" if case.is_layer else "its collective", None, MEASURED)]
+    what = "collectives, then products" if case.is_layer else "its collective"
+    torch_entry = Entry(TORCH, PEER, what, None, MEASURED)
+    racers = [Racer(torch_entry, lambda: torch_call(case, given, ranks), given.wanted)]
     for name in case.schedules:
         tp = tr.TensorParallel(
             None, name, transport or case.transport, topology=topology, timeout_seconds=WAIT_SECONDS
@@ -71,21 +87,23 @@ def raced(case: OperatorCase, rank: int, ranks: int, tell: Tell) -> list[Entry]:
         entry = Entry(name, OURS, "schedule", tr.__version__, MEASURED)
         try:
             what, link_bytes = _said(case, tp, name)
-            entries.append(replace(entry, what=what, link_bytes=link_bytes))
-            calls.append(partial(our_call, case, given, tp))
+            entry = replace(entry, what=what, link_bytes=link_bytes)
+            racers.append(Racer(entry, partial(our_call, case, given, tp), given.wanted))
         except (tr.TokenRingError, ValueError) as error:  # of sizes and ranks, so on all ranks alike
-            entries.append(replace(entry, status=FAILED, reason=str(error)))
-            calls.append(dict)
-    rounds = WARM_UP_ROUNDS + case.rounds
-    setting: Any = RaceSetting(case, rank, ranks)  # type: ignore[arg-type]
+            racers.append(Racer(replace(entry, status=FAILED, reason=str(error))))
+    return in_turns(RaceSetting(case, rank, ranks), racers, tell)  # type: ignore[arg-type]
+
+
+def in_turns(setting: RaceSetting, racers: Sequence[Racer], tell: Tell) -> list[Entry]:
+    """Let everyone who has not failed or been left out have a turn in each round; return the entries."""
+    rounds = WARM_UP_ROUNDS + setting.case.rounds
     with no_collection():
         for turn in range(rounds):
-            running = [at for at, entry in enumerate(entries) if entry.status != FAILED]
-            for at in order(len(running), turn):
-                place = running[at]
-                tell(turn, rounds, f"round {turn + 1} of {rounds}: {entries[place].name}")
-                entries[place] = _turn(setting, entries[place], calls[place], given.wanted, turn)
-    return entries
+            running = [each for each in racers if each.entry.status in (MEASURED, WRONG)]
+            for at in order(len(running), turn) if running else []:
+                tell(turn, rounds, f"round {turn + 1} of {rounds}: {running[at].entry.name}")
+                running[at].entry = _turn(setting, running[at], turn)
+    return [each.entry for each in racers]
 
 
 def _said(case: OperatorCase, tp: tr.TensorParallel, name: str) -> tuple[str, int]:
@@ -105,15 +123,16 @@ def _said(case: OperatorCase, tp: tr.TensorParallel, name: str) -> tuple[str, in
     return f"schedule, takes {schedule.name}" if name == "auto" else "schedule", max(loads.values(), default=0)
 
 
-def _turn(setting: RaceSetting, entry: Entry, call: Callable[[], Results], wanted: Results, turn: int) -> Entry:
+def _turn(setting: RaceSetting, racer: Racer, turn: int) -> Entry:
     """Make one call on all ranks; the first is compared, and those behind the warm-up are timed."""
     found: Results = {}
-    took, forward, problem = 0.0, 0.0, ""
-    moment = begin_together(setting)
-    began = time.perf_counter() if moment is None else moment
+    entry, took, forward, problem = racer.entry, 0.0, 0.0, ""
     try:
-        found = call()
-        took = time.perf_counter() - began
+        with racer.around():
+            moment = begin_together(setting)
+            began = time.perf_counter() if moment is None else moment
+            found = racer.call()
+            took = time.perf_counter() - began
         forward = float(found.pop("forward ended", torch.tensor(began + took, dtype=torch.float64))) - began
     except Exception as error:
         problem = f"{type(error).__name__}: {short(error)}"
@@ -122,8 +141,8 @@ def _turn(setting: RaceSetting, entry: Entry, call: Callable[[], Results], wante
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
     if slowest[2]:
         return replace(entry, status=FAILED, reason=problem or "failed on another rank", forward_s=[], call_s=[])
-    if turn == 0:
-        return _compared(setting, entry, found, wanted)
+    if turn == 0 and racer.wanted:
+        return _compared(setting, entry, found, racer.wanted)
     if turn >= WARM_UP_ROUNDS:
         entry.forward_s.append(round(slowest[0].item(), 7))
         entry.call_s.append(round(slowest[1].item(), 7))
@@ -186,14 +205,13 @@ def our_call(case: OperatorCase, given: Given, tp: tr.TensorParallel) -> Results
         made = {"all-reduce": tr.all_reduce, "reduce-scatter": tr.reduce_scatter, "all-gather": tr.all_gather}
         return {"out": made[case.operator](given.x, tp)}
     layer = tr.column_linear if case.operator == "column" else tr.row_linear
-    return _layer(case, given, lambda x, w: layer(x, w, tp))
+    return layer_call(case, given, lambda x, w: layer(x, w, tp))
 
 
 def torch_call(case: OperatorCase, given: Given, ranks: int) -> Results:
     """Compute the operator by torch.distributed's collectives and products, one after another."""
     if case.is_layer:
-        of = _TorchColumn if case.operator == "column" else _TorchRow
-        return _layer(case, given, lambda x, w: of.apply(x, w))  # type: ignore[no-untyped-call]
+        return layer_call(case, given, layer_of(case.operator, by_collectives()))
     if case.operator == "all-reduce":
         total = given.x.clone()
         dist.all_reduce(total)
@@ -201,7 +219,8 @@ def torch_call(case: OperatorCase, given: Given, ranks: int) -> Results:
     return {"out": scattered(given.x) if case.operator == "reduce-scatter" else gathered(given.x)}
 
 
-def _layer(case: OperatorCase, given: Given, call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Results:
+def layer_call(case: OperatorCase, given: Given, call: Layer) -> Results:
+    """Compute a layer: out, dx and dw of this rank, and when forward had ended by time.perf_counter."""
     assert given.weight is not None and given.dout is not None
     x, w = (each.detach().requires_grad_(case.backward) for each in (given.x, given.weight))
     out = call(x, w)
@@ -210,55 +229,6 @@ def _layer(case: OperatorCase, given: Given, call: Callable[[torch.Tensor, torch
         dx, dw = torch.autograd.grad(out, (x, w), given.dout)
         found |= {"dx": dx[0], "dw": dw}
     return found
-
-
-def gathered(x: torch.Tensor) -> torch.Tensor:
-    """Return the ranks' tensors [n, ...] one after another."""
-    whole = x.new_empty(x.shape[0] * dist.get_world_size(), *x.shape[1:])
-    _newer("all_gather_single", "all_gather_into_tensor")(whole, x.contiguous())
-    return whole
-
-
-def scattered(x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of the sum of the ranks' tensors [P·n, ...]."""
-    part = x.new_empty(x.shape[0] // dist.get_world_size(), *x.shape[1:])
-    _newer("reduce_scatter_single", "reduce_scatter_tensor")(part, x.contiguous())
-    return part
-
-
-def _newer(name: str, older: str) -> Callable[..., object]:
-    """Return torch's collective by its name of now, else by the one that it had up to 2.12."""
-    found: Callable[..., object] = getattr(dist, name, None) or getattr(dist, older)
-    return found
-
-
-class _TorchColumn(torch.autograd.Function):
-    """A column layer as Megatron's with sequence parallelism, without overlap: backward gathers x again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        return (gathered(x[0]) @ w.t())[None]
-
-    @staticmethod
-    def backward(ctx: Any, dc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, w = ctx.saved_tensors
-        return scattered(dc[0] @ w)[None], dc[0].t() @ gathered(x[0])
-
-
-class _TorchRow(torch.autograd.Function):
-    """A row layer as Megatron's with sequence parallelism."""
-
-    @staticmethod
-    def forward(ctx: Any, h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(h, w)
-        return scattered(h[0] @ w.t())[None]
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h, w = ctx.saved_tensors
-        whole = gathered(dy[0])
-        return (whole @ w)[None], whole.t() @ h[0]
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ import json
 import math
 import statistics
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from tokenring.emulate.shapes import Shape
 
 FORMAT, VERSION = "tokenring-bench", 1
+CACHED_FORMAT = "tokenring-bench-cached"
 OURS, ONE, PEER = "tokenring", "one process", "peer"  # kinds of entries
 MEASURED, WRONG, SKIPPED, MISSING, FAILED = "measured", "wrong", "skipped", "not installed", "failed"
 ERROR_LIMITS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # above, a result is wrong
@@ -49,6 +50,51 @@ class RaceCase:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> RaceCase:
+        """Return the case whose values asdict gave."""
+        shape = values.get("emulate")
+        return cls(**{**values, "emulate": None if shape is None else Shape(**shape)})
+
+
+@dataclass(frozen=True)
+class CachedCase:
+    """A case of a cached step: new tokens over cached ones in one layer, forward, by which ways, and how often."""
+
+    tokens: int
+    cached: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    latents: bool
+    dtype: str
+    batch: int
+    transport: str
+    schedules: list[str]
+    rounds: int
+    emulate: Shape | None = None
+    compute_tflops: float | None = None
+
+    @property
+    def backward(self) -> bool:
+        """False: a cache is for inference."""
+        return False
+
+    @property
+    def of_values(self) -> int:
+        """The elements of a head of v and out."""
+        return self.value_dim
+
+    @property
+    def layout(self) -> str:
+        """The layout of what is cached, and of new tokens that are each rank's own."""
+        return "contiguous"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values by name, as reports have them."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> CachedCase:
         """Return the case whose values asdict gave."""
         shape = values.get("emulate")
         return cls(**{**values, "emulate": None if shape is None else Shape(**shape)})
@@ -128,6 +174,8 @@ class RaceReport:
     entries: list[Entry]
     reference: str | None
     notes: list[str]
+    form: ClassVar[str] = FORMAT
+    case_of: ClassVar[Any] = RaceCase.of
 
     @property
     def ranked(self) -> list[Entry]:
@@ -167,7 +215,7 @@ class RaceReport:
 
     def to_json(self) -> str:
         """Return the report as JSON, with a format version; NaN is null."""
-        values = {"format": FORMAT, "version": VERSION, **asdict(self), "case": self.case.to_dict()}
+        values = {"format": self.form, "version": VERSION, **asdict(self), "case": self.case.to_dict()}
         for entry in values["entries"]:
             entry["errors"] = {name: _finite(error) for name, error in entry["errors"].items()}
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
@@ -179,12 +227,21 @@ class RaceReport:
         for entry in values["entries"]:
             entry["errors"] = {name: math.nan if error is None else error for name, error in entry["errors"].items()}
         return cls(
-            RaceCase.of(values["case"]),
+            cls.case_of(values["case"]),
             RaceMachine(**values["machine"]),
             [Entry(**entry) for entry in values["entries"]],
             values["reference"],
             values["notes"],
         )
+
+
+@dataclass(frozen=True)
+class CachedReport(RaceReport):
+    """A whole report of ways to take a cached step."""
+
+    case: CachedCase  # type: ignore[assignment]
+    form: ClassVar[str] = CACHED_FORMAT
+    case_of: ClassVar[Any] = CachedCase.of
 
 
 def _finite(error: float) -> float | None:

@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
-from tokenring.cli.bench.results import ONE, OURS, PEER, WRONG, Entry, RaceCase, RaceMachine, RaceReport
+from tokenring.cli.bench.results import ONE, OURS, PEER, WRONG, CachedCase, Entry, RaceCase, RaceMachine, RaceReport
 from tokenring.cli.spelling import heads_text
-from tokenring.display.console import Ink
+from tokenring.display.console import Console, Ink
+from tokenring.display.safe_text import plain
 
 GAP = "  "
 
 
-def case_text(case: RaceCase) -> str:
-    """Describe a case: forward and backward, 4,096 tokens, 8 heads of 64, float32, causal."""
+class ShownReport(Protocol):
+    """A report of a race, of any kind."""
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+
+    def complaint(self) -> str | None:
+        """Return the sentence about what is wrong; None: nothing is."""
+
+
+def shown(report: ShownReport, text: str, options: argparse.Namespace, console: Console) -> int:
+    """Print a report, its text or JSON, and which files have it; return the exit code: 1 if something is wrong."""
+    if options.printed:
+        console.data(report.to_json())
+    else:
+        console.say(text.rstrip("\n"))
+    for path in filter(None, (options.json, options.save, options.svg)) if not options.printed else ():
+        console.say(console.ink.pale(f"written: {plain(path)}"))
+    if (complaint := report.complaint()) is not None:
+        console.complain(f"tokenring bench: {complaint}")
+        return 1
+    return 0
+
+
+def case_text(case: RaceCase | CachedCase) -> str:
+    """Describe a case: forward and backward, 4,096 tokens, 8 heads of 64, float32, causal.
+
+    Of a cached step: forward, 1 new token over 8,192 cached, 8 heads of 64, float32.
+    """
     passes = "forward and backward" if case.backward else "forward"
     dims = heads_text(case.head_dim, case.of_values)
     heads = f"{case.heads} heads of {dims}"
     if case.kv_heads != case.heads:
         heads = f"{case.heads} query heads on {case.kv_heads} kv heads of {dims}"
     batch = [f"batch {case.batch}"] if case.batch > 1 else []
+    if isinstance(case, CachedCase):
+        latents = " latents" if case.latents else ""
+        new = f"{case.tokens:,} new token{'' if case.tokens == 1 else 's'}"
+        return ", ".join([passes, f"{new} over {case.cached:,} cached{latents}", heads, case.dtype, *batch])
     return ", ".join([passes, f"{case.seq_len:,} tokens", heads, case.dtype, case.mask, *batch])
 
 
@@ -30,7 +64,7 @@ def machine_text(machine: RaceMachine) -> str:
     return f"{count(machine.ranks, 'rank')}{hosts}, one thread each; {where}; torch {machine.torch}"
 
 
-def emulation_text(case: RaceCase) -> str | None:
+def emulation_text(case: RaceCase | CachedCase) -> str | None:
     """Describe emulated links, or None: switch, ports of 0.1 Gbit/s; kernels sleep as if each rank had 0.05 TFLOP/s."""
     if case.emulate is None:
         return None

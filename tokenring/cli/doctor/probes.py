@@ -18,6 +18,7 @@ from tokenring.errors import one_line
 OPERATORS = (
     "npu_fusion_attention", "npu_fusion_attention_grad", "npu_fusion_attention_v2", "npu_fusion_attention_grad_v2",
     "npu_attention_update", "npu_ring_attention_update", "npu_fused_infer_attention_score",
+    "npu_all_gather_base_mm", "npu_mm_reduce_scatter_base",
 )  # fmt: skip
 HEAD_DIM, SIDE = 128, 4096  # of the call that kernels are asked about
 

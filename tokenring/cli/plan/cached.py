@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from tokenring.cli.call_options import heads_of_latents
 from tokenring.cli.plan.options import DTYPES, first_ranks, several_hosts, where
 from tokenring.cli.spelling import check_counts, heads_text
 from tokenring.display.units import time_text
@@ -33,7 +34,26 @@ UNUSED = {  # options with a default, and why one that was given does not count
     "all": "it always shows all its ways",
 }
 FORMAT, VERSION = "tokenring-cached-plan", 1
+ONE_TOKEN = "1"
 UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+
+def check_tokens(options: argparse.Namespace) -> None:
+    """Raise ConfigurationError for --tokens or --decode without --cached N, or for --decode of several tokens."""
+    if options.cached is None and options.decode:
+        raise ConfigurationError(
+            "--decode is one new token over a KV cache: say how many tokens are cached, as in --cached 128k"
+        )
+    if options.cached is None and options.tokens != ONE_TOKEN:
+        raise ConfigurationError(
+            f"--tokens {options.tokens} are new tokens over a cache: say how many are cached with --cached N; for a "
+            f"whole sequence say --seq {options.tokens}"
+        )
+    if options.decode and options.tokens != ONE_TOKEN:
+        raise ConfigurationError(
+            f"--decode is one new token, and --tokens {options.tokens} asks for others: leave one of them out"
+        )
 
 
 def cached_call(options: argparse.Namespace, given: argparse.Namespace) -> CachedCall:
@@ -58,24 +78,11 @@ def cached_call(options: argparse.Namespace, given: argparse.Namespace) -> Cache
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     latent_dim = None
     if options.latents:
-        kv_heads, latent_dim = _heads_of_latents(options), options.dim
+        kv_heads, latent_dim = heads_of_latents(options), options.dim
     whole = Workload(
         options.batch, tokens, cached, options.heads, kv_heads, options.dim, dtype, options.value_dim, latent_dim
     )
     return CachedCall(heads_of_group(whole, options.tp), net, machine)
-
-
-def _heads_of_latents(options: argparse.Namespace) -> int:
-    """Return 1, the heads of latents, which all query heads share. Raises ConfigurationError for other sizes."""
-    if options.kv_heads not in (None, 1):
-        raise ConfigurationError(f"--kv-heads {options.kv_heads} with --latents: they are of all heads; leave it out")
-    if options.value_dim is None or options.value_dim > options.dim:
-        raise ConfigurationError(
-            f"--latents of --dim {options.dim} elements, --value-dim {options.value_dim}: the first elements of a "
-            f"latent are its values, so give --value-dim N of at most {options.dim} (DeepSeek: --dim 576 --value-dim "
-            f"512)"
-        )
-    return 1
 
 
 def cached_json(call: CachedCall) -> str:
@@ -97,6 +104,7 @@ def cached_json(call: CachedCall) -> str:
 def cached_report(call: CachedCall) -> str:
     """Return the ways as a table, the fastest first, with the bound and the crossovers."""
     size, ways = call.workload, cached_ways(call)
+    heads = " ".join(f"{text:>9}" for text in ("time", "bound", "kernels", "exchange"))
     dims = heads_text(size.head_dim, size.value_dim)
     lines = [
         f"attention of one layer, forward: batch {size.batch}, {_new(size.q_length)} over {size.kv_length:,} "
@@ -105,7 +113,7 @@ def cached_report(call: CachedCall) -> str:
         f"on {call.interconnect.name}: {call.ranks} ranks; {call.machine.source}",
         f"{ways[0].name}: {_why(ways)}",
         "",
-        f"{'':11} {'time':>9} {'kernels':>9} {'exchange':>9} {'sent a rank':>12} {'rounds':>7}  what moves",
+        f"{'':11} {heads} {'sent a rank':>12} {'rounds':>7}  what moves",
         *map(_row, ways),
         "",
         f"bound {time_text(least_cached_seconds(call))} over {call.ranks} ranks with the cache in place; all times are "
@@ -121,7 +129,8 @@ def _why(ways: Sequence[CachedWay]) -> str:
 
 
 def _row(way: CachedWay) -> str:
-    times = (time_text(each) for each in (way.seconds, way.kernel_seconds, way.exchange_seconds))
+    found = way.seconds, way.bound_seconds, way.kernel_seconds, way.exchange_seconds
+    times = (time_text(each) for each in found)
     cells = " ".join(f"{text:>9}" for text in times)
     return f"{way.name:11} {cells} {_bytes(way.sent_bytes):>12} {way.rounds:>7}  {way.moves}"
 

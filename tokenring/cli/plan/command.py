@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tokenring.cli.models import ALSO, KNOWN, sizes_of
-from tokenring.cli.plan.cached import UNUSED, cached_call, cached_json, cached_report
+from tokenring.cli.plan.cached import ONE_TOKEN, UNUSED, cached_call, cached_json, cached_report, check_tokens
 from tokenring.cli.plan.layouts import planned_in_layouts
 from tokenring.cli.plan.mask_picture import mask_svg
 from tokenring.cli.plan.options import Asked, ask
@@ -35,7 +35,6 @@ from tokenring.sequence.layout import AUTO
 from tokenring.sequence.sizes import read_size
 from tokenring.tables.kept_files import OFF, PLAN_CACHE
 
-ONE_TOKEN = "1"
 SUFFIXES = {"save": (".json",), "timeline": (".svg", ".json"), "svg": (".svg",), "mask-svg": (".svg",)}
 
 
@@ -62,16 +61,12 @@ def main(argv: list[str]) -> int:
             raise ConfigurationError(f"--{name} is a size of --operator NAME, and attention has none")
     if options.wire is not None:
         raise ConfigurationError("--wire goes with --operator NAME: for attention say --max-error")
+    check_tokens(options)
     if options.cached is not None:
         given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(UNUSED)))
         return _cached(options, given, console)
     if options.latents:
         raise ConfigurationError("--latents says what a cache holds: it goes with --cached N")
-    if options.tokens != ONE_TOKEN:
-        raise ConfigurationError(
-            f"--tokens {options.tokens} are new tokens over a cache: say how many are cached with --cached N; for a "
-            f"whole sequence say --seq {options.tokens}"
-        )
     if options.max_error is not None:
         _check_max_error(options)
     if options.sweep is not None:
@@ -240,6 +235,7 @@ def options_parser() -> Parser:
     add("--wire", metavar="FORMAT", help="of an operator: a format of what travels, as mxfp8 (docs/layer.md)")
     add("--bytes", metavar="N", help="of a collective: the whole tensor (16M)")
     add("--cached", metavar="N", help="plan inference: new tokens over a KV cache of so many (docs/inference.md)")
+    add("--decode", action="store_true", help="plan a decode step: one new token over --cached")
     add("--tokens", default=ONE_TOKEN, metavar="N", help="new tokens over --cached (1: decode)")
     add("--latents", action="store_true",
         help="--cached is of latents, --dim wide: --value-dim of them are values (DeepSeek: 576 and 512)")  # fmt: skip

@@ -21,9 +21,9 @@ from tokenring.sequence.layout import AUTO
 from tokenring.tables.rates import Machine
 
 OF_OTHERS = (  # options that say nothing of a layer, by their names in the parser
-    "operator", "features", "width", "wire", "bytes", "cached", "tokens", "latents", "model", "heads", "kv_heads",
-    "dim", "value_dim", "ranks", "schedules", "memory_limit", "max_error", "transport", "all", "save", "explain",
-    "timeline", "mask_svg", "sweep",
+    "operator", "features", "width", "wire", "bytes", "cached", "decode", "tokens", "latents", "model", "heads",
+    "kv_heads", "dim", "value_dim", "ranks", "schedules", "memory_limit", "max_error", "transport", "all", "save",
+    "explain", "timeline", "mask_svg", "sweep",
 )  # fmt: skip
 SHOWN = 4  # ranks of a group that are no neighbours
 

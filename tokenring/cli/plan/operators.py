@@ -39,8 +39,8 @@ from tokenring.tables.rates import Machine
 
 SEQ, FEATURES, WIDTH, BYTES = "8k", "28k", "8k", "16M"
 OF_ATTENTION = {  # options that say nothing of a linear layer, by their names in the parser
-    "heads", "kv_heads", "dim", "value_dim", "batch", "mask", "layout", "tp", "cached", "tokens", "latents", "model",
-    "sweep", "svg", "mask_svg", "explain", "timeline", "save", "memory_limit", "max_error", "transport", "all",
+    "heads", "kv_heads", "dim", "value_dim", "batch", "mask", "layout", "tp", "cached", "decode", "tokens", "latents",
+    "model", "sweep", "svg", "mask_svg", "explain", "timeline", "save", "memory_limit", "max_error", "transport", "all",
     "no_cache",
 }  # fmt: skip
 OF_LAYERS, OF_COLLECTIVES = {"seq", "features", "width", "passes"}, {"bytes"}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tokenring.cli.bench.results import RaceCase
-from tokenring.cli.call_options import add_call_options, check_call
-from tokenring.cli.spelling import also
+from tokenring.cli.call_options import add_call_options, check_call, refuse_cached
+from tokenring.cli.trace.cached import add_outputs, case_of, options_of
 from tokenring.cli.trace.chrome import to_chrome
 from tokenring.cli.trace.picture import simulation_of, timeline_of, to_svg
 from tokenring.cli.trace.record import Traced
@@ -18,7 +20,8 @@ from tokenring.display.safe_text import plain
 from tokenring.errors import ConfigurationError
 from tokenring.launch.command import Command
 
-MODULE = "tokenring.cli.trace.worker"
+MODULE, MODULE_OF_CACHED = "tokenring.cli.trace.worker", "tokenring.cli.trace.cached_worker"
+CACHED = "--cached"  # a step over a cache, with options of its own
 
 
 def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
@@ -26,11 +29,15 @@ def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.envi
 
     Raises ConfigurationError for options that do not fit.
     """
+    module, options = MODULE, _options
+    case: Callable[[argparse.Namespace, int], Any] = _case
+    if CACHED in {each.split("=")[0] for each in (sys.argv[1:] if argv is None else argv)}:
+        module, options, case = MODULE_OF_CACHED, options_of, case_of
     outputs = {
         "svg": lambda traced: to_svg(timeline_of(traced), simulation_of(traced)), "chrome": to_chrome, "save": to_json,
     }  # fmt: skip
     suffixes = {"svg": (".svg",), "chrome": (".json",), "save": (".json",)}
-    return Command("trace", MODULE, _options, _case, Traced.from_json, outputs, _show, suffixes).main(argv, environment)
+    return Command("trace", module, options, case, Traced.from_json, outputs, _show, suffixes).main(argv, environment)
 
 
 def _show(traced: Traced, options: argparse.Namespace, console: Console) -> int:
@@ -57,11 +64,11 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add("--layout", default="zigzag", metavar="NAME", help="auto, contiguous, zigzag, striped, or zigzag/2 (zigzag)")
     add("--transport", default="auto", metavar="NAME", help="auto, or a transport's name (auto)")
     add("--pieces", type=int, metavar="N", help="in how many parts each chunk moves (the schedule decides)")
+    add(CACHED, metavar="N", help="trace a step over a KV cache of N tokens, as in decode: auto --cached 8k --help")
+    add("--tokens", metavar="N", help="new tokens over --cached (1)")
+    add("--latents", action="store_true", help="--cached is of latents")
     add("--rounds", type=int, default=5, metavar="N", help="calls to choose the one with the median time from (5)")
-    also(parser, add("--svg", metavar="FILE", help="draw all ranks on one clock"), "--picture")
-    add("--chrome", metavar="FILE", help="write a trace for Perfetto and chrome://tracing, as JSON")
-    add("--json", action="store_true", help="print the table as JSON (docs/trace.md)")
-    add("--save", metavar="FILE", help="write the JSON to a file")
+    add_outputs(parser)
     return parser.parse_args(argv)
 
 
@@ -69,6 +76,7 @@ def _case(options: argparse.Namespace, ranks: int) -> RaceCase:
     """Return the options as a case. Raises ConfigurationError for options that no rank could run."""
     from tokenring.api.arguments import check_schedule_name
 
+    refuse_cached(options)
     call = check_call(options, ranks)
     check_schedule_name(options.schedule)
     if options.pieces is not None and options.schedule.startswith("auto"):

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tokenring.cli.bench.results import RaceCase, RaceMachine
+from tokenring.cli.bench.results import CachedCase, RaceCase, RaceMachine
 from tokenring.ir.schedule_data import Pass
 
 
@@ -74,10 +74,11 @@ class Traced:
     """One call on all ranks: the round with the median time.
 
     rounds_s: the slowest rank's time in each round; round: which of them this is. one_clock: ranks share
-    a machine and so a clock; else their clocks were set by the barrier before the call. simulated: None for one rank.
+    a machine and so a clock; else their clocks were set by the barrier before the call. simulated: None for one rank,
+    and for a step over a cache.
     """
 
-    case: RaceCase
+    case: RaceCase | CachedCase
     machine: RaceMachine
     schedule: str
     rounds_s: list[float]
@@ -106,7 +107,8 @@ class Traced:
     def from_json(cls, text: str) -> Traced:
         """Read the record that to_json wrote."""
         values = json.loads(text)
-        values["case"], values["machine"] = RaceCase(**values["case"]), RaceMachine(**values["machine"])
+        kind: Any = CachedCase if "cached" in values["case"] else RaceCase
+        values["case"], values["machine"] = kind(**values["case"]), RaceMachine(**values["machine"])
         if values["simulated"] is not None:
             values["simulated"] = Simulated(**_timed(values["simulated"]))
         return cls(**_timed(values))

@@ -155,8 +155,8 @@ def trace(case: RaceCase, cp: Clocked, tell: Tell) -> dict[str, Any] | None:
         del rounds[:WARM_UP_ROUNDS]
         q, k, v = inputs[:3]
         request = make_request(q, k, v, cp, mask, None, wants_lse=False)  # as the calls that were traced
-    times = _slowest([each.seconds for each in rounds])
-    chosen = sorted(range(len(times)), key=times.__getitem__)[(len(times) - 1) // 2]
+    times = slowest([each.seconds for each in rounds])
+    chosen = median_round(times)
     expected = simulated(cp, request)
     at_ranks: list[Any] = [None] * cp.world_size
     dist.gather_object(_rank(rounds[chosen], cp, request), at_ranks if cp.rank == 0 else None)
@@ -196,11 +196,21 @@ def _round(inputs: Sequence[torch.Tensor], cp: Clocked, mask: Mask, backward: bo
     return _Round(zero, passes)
 
 
-def _slowest(seconds: list[float]) -> list[float]:
+def slowest(seconds: list[float]) -> list[float]:
     """Return the slowest rank's time in each round."""
     times = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return [round(each, 9) for each in times.tolist()]
+
+
+def median_round(times: Sequence[float]) -> int:
+    """Return which round has the median time."""
+    return sorted(range(len(times)), key=times.__getitem__)[(len(times) - 1) // 2]
+
+
+def clock_name() -> str:
+    """Return a name of the clock of this process, which processes of one machine share."""
+    return this_process().boot_id or socket.gethostname()
 
 
 def _rank(chosen: _Round, cp: Clocked, request: Request) -> _Rank:
@@ -208,9 +218,9 @@ def _rank(chosen: _Round, cp: Clocked, request: Request) -> _Rank:
     executors = [cp.executor(request, direction) for direction in directions]
     schedule = cp.plan(request).schedule
     tiles = tiles_of(schedule, cp.rank, cp.kernel(request.device).supports_patch)
-    clock = this_process().boot_id or socket.gethostname()
     sizes = [_span_bytes(executor) for executor in executors]
-    return _Rank(clock, chosen, [tiles for _ in directions], sizes, [_merges(executor) for executor in executors])
+    merges = [_merges(executor) for executor in executors]
+    return _Rank(clock_name(), chosen, [tiles for _ in directions], sizes, merges)
 
 
 def _span_bytes(executor: Executor) -> dict[Span, int]:
@@ -238,10 +248,10 @@ def _merges(executor: Executor) -> list[bool]:
 
 def _joined(at_ranks: Sequence[_Rank]) -> dict[str, Any]:
     """Put all ranks on one clock: their own, if they share one, or clocks set by the barrier."""
-    one_clock = len({each.clock for each in at_ranks}) == 1
-    zeros = [0.0 if one_clock else each.round.zero for each in at_ranks]
-    first = min(each.round.passes[0].began - zero for each, zero in zip(at_ranks, zeros, strict=True))
-    starts = [zero + first for zero in zeros]
+    rounds = [each.round for each in at_ranks]
+    one_clock, starts = starts_of(
+        [each.clock for each in at_ranks], [each.zero for each in rounds], [each.passes[0].began for each in rounds]
+    )
     found: dict[str, Any] = {"one_clock": one_clock, "stretches": [], "bars": [], "messages": []}
     for number in range(len(at_ranks[0].round.passes)):
         seen = [each.round.passes[number] for each in at_ranks]
@@ -252,6 +262,17 @@ def _joined(at_ranks: Sequence[_Rank]) -> dict[str, Any]:
             found["bars"] += bars(each.events, starts[rank], known[rank])
         found["messages"] += messages([each.events for each in seen], starts, known)
     return found
+
+
+def starts_of(clocks: Sequence[str], zeros: Sequence[float], begins: Sequence[float]) -> tuple[bool, list[float]]:
+    """Return whether all ranks have one clock, and when by each one's the first of them began.
+
+    zeros: when each left the barrier before, by which clocks are set that are not one.
+    """
+    one_clock = len(set(clocks)) == 1
+    zeros = [0.0 if one_clock else each for each in zeros]
+    first = min(begin - zero for begin, zero in zip(begins, zeros, strict=True))
+    return one_clock, [zero + first for zero in zeros]
 
 
 def _known(rank: _Rank, number: int) -> Known:

@@ -14,12 +14,12 @@ import torch
 
 from tokenring.api.context import ContextParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
+from tokenring.integrations.comparing import agree_on_batch, facts_of
 from tokenring.integrations.diffusers.dealing import StreamDeal, deal
 from tokenring.integrations.diffusers.gathering import gathered
 from tokenring.integrations.diffusers.plans import ModelPlan, Stream, TensorPlace
 from tokenring.integrations.diffusers.refusals import check_call, check_layers, without_padding
 from tokenring.integrations.gradient_joins import GradientReduction, check_joined
-from tokenring.integrations.transformers.comparing import agree_on_batch, facts_of
 from tokenring.runtime.agreement import refusing, speaking_device
 from tokenring.sequence.layout import Layout
 

@@ -12,7 +12,7 @@ from tokenring.integrations.megatron.softmax import KINDS
 
 OPTIONS = ("transport", "topology", "memory_limit_bytes", "kernel", "pieces", "timeout_seconds")  # of ContextParallel
 WITHOUT_ATTENTION = {"mlp", "moe", "moe_router", "moe_preprocess", "mamba"}  # scopes of CUDA graphs
-OF_LINEARS = ("transport", "topology", "partials", "timeout_seconds")  # of TensorParallel
+OF_LINEARS = ("transport", "topology", "partials", "kernel", "timeout_seconds")  # of TensorParallel
 LOGITS = "the largest attention logit is not computed here"
 
 
@@ -69,6 +69,15 @@ def check_linear(config: Any, more: Mapping[str, Any]) -> None:
         raise UnsupportedError(
             "CUDA graphs of tensor-parallel layers are not supported, as ranks agree on each call over the host: turn "
             "them off (cuda_graph_impl='none')"
+        )
+
+
+def check_linear_kernel(config: Any, kernel: str) -> None:
+    """Raise UnsupportedError for a kernel by name where the ranks do not split the sequence."""
+    if kernel != "auto" and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        raise UnsupportedError(
+            f"kernel {kernel!r} is for layers under sequence_parallel: set config.sequence_parallel=True "
+            f"(--sequence-parallel), or leave kernel='auto'"
         )
 
 

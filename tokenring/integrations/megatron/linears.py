@@ -16,7 +16,7 @@ from tokenring.api.collectives import all_reduce
 from tokenring.api.linear import column_linear, row_linear
 from tokenring.api.tensor_parallel import TensorParallel
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.integrations.megatron.arguments import check_linear
+from tokenring.integrations.megatron.arguments import check_linear, check_linear_kernel
 from tokenring.integrations.megatron.contexts import shared_by
 from tokenring.integrations.megatron.groups import SELF, kept, tensor_group_of_layer
 from tokenring.integrations.megatron.options import framework_seconds
@@ -79,6 +79,7 @@ class SplitLinear:
         if not self.any_version:
             warn_if_not_run(check_version())
         check_linear(config, more)
+        check_linear_kernel(config, self.options.get("kernel", "auto"))
         fused = config.gradient_accumulation_fusion
         # Megatron's classes want Apex for it, and ours do not.
         theirs = _with(config, gradient_accumulation_fusion=False) if fused else config

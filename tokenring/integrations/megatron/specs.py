@@ -73,7 +73,7 @@ def use_tokenring_linears(spec: Any, schedule: str = "auto", *, any_version: boo
     spec: of a layer or a block, whose linears are Megatron's own (get_gpt_layer_local_spec), as for use_tokenring.
     schedule: "auto", or one where weights stay, as "direct-q" or "tokenring".
     any_version: also take a Megatron-core outside the range that tokenring knows.
-    options: of TensorParallel: transport, topology, partials, timeout_seconds.
+    options: of TensorParallel: transport, topology, partials, kernel, timeout_seconds.
 
     Experts, the output layer, and the down-projections of latent attention stay Megatron's. Raises UnsupportedError
     for TransformerEngine's linears and an unknown version, ConfigurationError for a spec without linears and for

@@ -7,6 +7,6 @@ Importing this imports no torchtitan. docs/torchtitan.md says what happens then,
 """
 
 from tokenring.integrations.torchtitan.batches import TitanBatch, cut_batch
-from tokenring.integrations.torchtitan.using import use_tokenring
+from tokenring.integrations.torchtitan.using import stop_tokenring, use_tokenring
 
-__all__ = ["TitanBatch", "cut_batch", "use_tokenring"]
+__all__ = ["TitanBatch", "cut_batch", "stop_tokenring", "use_tokenring"]

@@ -17,7 +17,7 @@ from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
 from tokenring.api.sharding import shard
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.integrations.transformers.comparing import agree_on_batch, facts_of
+from tokenring.integrations.comparing import agree_on_batch, facts_of
 from tokenring.runtime.agreement import refusing
 from tokenring.sequence.layout import AUTO, Layout
 from tokenring.sequence.mask import Causal, Documents, Mask, SlidingWindow

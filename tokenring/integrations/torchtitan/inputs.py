@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -31,11 +32,15 @@ _model: ContextVar[Any] = ContextVar("tokenring_model", default=None)
 
 @dataclass
 class Setup:
-    """Hold the options of `use_tokenring` for a model, and the contexts that were made of them, one for each mesh."""
+    """Hold the options of `use_tokenring` for a model, and the contexts that were made of them, one for each mesh.
+
+    replaced: the config of each layer's inner attention as it was, which copies of the model's config share.
+    """
 
     options: dict[str, Any]
     windows: frozenset[Window] = frozenset()
     contexts: dict[Any, ContextParallel] = field(default_factory=dict)
+    replaced: list[Any] = field(default_factory=list)
 
     def number(self) -> int:
         """Return a number of this process by which a model's config names it, from now on."""
@@ -56,25 +61,70 @@ class Setup:
 
 def setup_of(model: Any) -> Setup | None:
     """Return the Setup of a model's config; None: its attention is not ours. Raises ConfigurationError."""
-    layers = [*(getattr(model, "layers", None) or ()), None]
-    number = getattr(getattr(getattr(layers[0], "attention", None), "inner_attention", None), SETUP, None)
+    number = _number_in(model)
     if number is not None and number not in _setups:
         raise ConfigurationError(
-            "a model's config has the attention of tokenring, which another process put there: call use_tokenring in "
-            "each process that trains"
+            "a model's config has the attention of tokenring, which another process put there, or whose setup "
+            "stop_tokenring has ended: call use_tokenring in each process that trains"
         )
     return None if number is None else _setups[number]
+
+
+def _number_in(model: Any) -> int | None:
+    layers = [*(getattr(model, "layers", None) or ()), None]
+    number: int | None = getattr(getattr(getattr(layers[0], "attention", None), "inner_attention", None), SETUP, None)
+    return number
+
+
+def inner_of(model: Any) -> list[Any]:
+    """Return the config of each layer's inner attention: where it is ours, as it was before, if that is known."""
+    number = _number_in(model)
+    if number in _setups:
+        return _setups[number].replaced
+    return [layer.attention.inner_attention for layer in layers_of(model)]
 
 
 def install() -> None:
     """Put our function in front of torchtitan's, where its Trainer and Validator look it up; once."""
     for name, kind in CALLERS.items():
         module = importlib.import_module(name)
-        own = getattr(module, NAME)
-        if not hasattr(own, OURS):
-            setattr(module, NAME, in_front_of(own))
-            caller = getattr(module, kind)
-            setattr(caller, METHOD, noting_model(getattr(caller, METHOD)))
+        for owner, title, ours in ((module, NAME, in_front_of), (getattr(module, kind), METHOD, noting_model)):
+            own = getattr(owner, title)
+            if not hasattr(own, OURS):
+                setattr(owner, title, ours(own))
+
+
+def layers_of(model: Any) -> list[Any]:
+    """Return the configs of all layers of a model's."""
+    return [*model.layers, *getattr(model, "mtp_layers", ())]
+
+
+def give_back(model: Any) -> None:
+    """Give a model's config the inner attention back that it had, and close what was made for it and its copies.
+
+    Once no model of the process has ours, torchtitan's Trainer and Validator have their own functions again.
+    """
+    setup = setup_of(model)
+    if setup is None:
+        return
+    for layer, was in zip(layers_of(model), setup.replaced, strict=True):
+        layer.attention.inner_attention = was
+    for number in [number for number, each in _setups.items() if each is setup]:
+        del _setups[number]
+    for cp in setup.contexts.values():
+        cp.close()
+    if not _setups:
+        _uninstall()
+
+
+def _uninstall() -> None:
+    """Take our functions away where nobody has put another in front of them."""
+    for name, kind in CALLERS.items():
+        module = sys.modules.get(name)
+        for owner, title in ((module, NAME), (getattr(module, kind, None), METHOD)):
+            ours: Any = getattr(owner, title, None)
+            if hasattr(ours, OURS):
+                setattr(owner, title, ours.__wrapped__)
 
 
 def noting_model(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,6 +142,7 @@ def noting_model(method: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _model.reset(token)
 
+    setattr(noted, OURS, True)
     return noted
 
 

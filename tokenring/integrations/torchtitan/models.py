@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.integrations.torchtitan.batches import Window, check_window
-from tokenring.integrations.torchtitan.inputs import Setup
+from tokenring.integrations.torchtitan.inputs import Setup, inner_of, layers_of
 
 # By module and class of their configs: causal attention within documents, of which every gradient was compared.
 KNOWN = {
@@ -26,9 +26,9 @@ def replace_attention(model: Any, setup: Setup, any_model: bool = False) -> None
     from tokenring.integrations.torchtitan.inner_attention import TitanAttention
 
     _check_model(model, any_model)
-    layers = [*model.layers, *getattr(model, "mtp_layers", ())]
+    layers = layers_of(model)
     windows = [_window(name, layer.attention) for name, layer in enumerate(layers)]
-    setup.windows, number = frozenset(windows), setup.number()
+    setup.windows, setup.replaced, number = frozenset(windows), inner_of(model), setup.number()
     for layer, window in zip(layers, windows, strict=True):
         was = layer.attention.inner_attention
         layer.attention.inner_attention = TitanAttention.Config(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from tokenring.errors import ConfigurationError
-from tokenring.integrations.torchtitan.inputs import Setup, install
+from tokenring.integrations.torchtitan.inputs import Setup, give_back, install
 from tokenring.integrations.torchtitan.models import replace_attention
 from tokenring.integrations.torchtitan.versions import check_version
 
@@ -36,6 +36,15 @@ def use_tokenring(
     prepare_model(spec.model, layout=layout, any_model=any_model, **options)
     config.training.disable_cuda_graphs = True
     return config
+
+
+def stop_tokenring(config: Any) -> None:
+    """Give a config back the inner attention that it had before `use_tokenring`; others stay as they are.
+
+    Models that were built of it, and of its copies, train no more. Once no config of the process is changed,
+    torchtitan's Trainer and Validator have their own functions again. training.disable_cuda_graphs stays True.
+    """
+    give_back(config.model_spec.model)
 
 
 def prepare_model(model: Any, *, layout: Any = "auto", any_model: bool = False, **options: Any) -> None:

@@ -54,6 +54,7 @@ def attend_layer(
     with refusing(tokenring_batch.cp, "forward", query):
         check_attention(module, dropout, is_causal, more)
         mask = tokenring_batch.mask_of(_checked(module, attention_mask, sliding_window))
+        tokenring_batch.attended.append(type(module).__name__)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     training = module.training or torch.is_grad_enabled()  # also in the forward pass of a checkpoint
     sinks = None if s_aux is None else s_aux.to(q.device)

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from tokenring.api.context import ContextParallel
 from tokenring.api.sharding import shard
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.integrations.transformers.comparing import facts_of
+from tokenring.integrations.comparing import facts_of
 from tokenring.integrations.transformers.masks import LayerMask
 from tokenring.integrations.transformers.refusals import check_positions
 from tokenring.runtime.agreement import refusing
@@ -36,6 +36,7 @@ class CutBatch:
 
     length: of each sequence, over all ranks. bounds: ends of its documents, from 0 on; None: it is one document.
     layout: by which it is cut, where that follows from the mask. facts: of the whole batch, which ranks compare.
+    attended: names of the layers that called attention in the last forward pass, in turn.
     """
 
     cp: ContextParallel
@@ -44,6 +45,7 @@ class CutBatch:
     layout: Layout | None = None
     facts: dict[str, str] = field(default_factory=dict)
     masks: dict[LayerMask, Mask] = field(default_factory=dict)
+    attended: list[str] = field(default_factory=list)
 
     def mask_of(self, layer: LayerMask) -> Mask:
         """Return the mask of a layer over the whole sequence."""

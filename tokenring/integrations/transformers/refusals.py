@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from tokenring.errors import UnsupportedError
 from tokenring.integrations.transformers.configs import text_config
 
@@ -19,6 +21,9 @@ HARMLESS = frozenset((
     "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states", "position_embeddings", "position_ids",
     "return_dict", "shift_labels", "skip_logits", "use_cache",
 ))  # fmt: skip
+ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")  # types of layers that are not refused
+MIXING = (torch.nn.Conv1d, torch.nn.RNNBase, torch.nn.MultiheadAttention)  # modules that mix tokens by themselves
+ALONE = "would see this rank's tokens alone, whatever any_model says; train this model without context parallelism"
 BY_LENGTH = ("longrope", "dynamic")  # types of rotary embeddings with other frequencies beyond the original length
 WHY = {
     "logits_to_keep": "each rank would keep the last of its own tokens; leave it out, and pick from the logits",
@@ -36,6 +41,7 @@ def check_model(model: Any, any_model: bool) -> None:
     kind = getattr(config, "model_type", None)
     if kind is None or not hasattr(model, "set_attn_implementation"):
         raise UnsupportedError(f"a {type(model).__name__} is not supported: give a model of transformers, unwrapped")
+    check_adapters(model)
     if kind not in COMPARED_FAMILIES and not any_model:
         raise UnsupportedError(
             f"models of type {kind!r} were not run with tokenring ({', '.join(COMPARED_FAMILIES)} were): compare the "
@@ -52,6 +58,47 @@ def check_model(model: Any, any_model: bool) -> None:
     if getattr(text, "use_bidirectional_attention", False):
         raise UnsupportedError(
             f"{type(model).__name__} with use_bidirectional_attention is not supported: its mask is not causal"
+        )
+    _check_layers(model, text)
+
+
+def check_adapters(model: Any) -> None:
+    """Raise UnsupportedError for PEFT that puts tokens of its own before those of a batch."""
+    configs = getattr(model, "peft_config", None)
+    for each in configs.values() if isinstance(configs, Mapping) else ():
+        if getattr(each, "is_prompt_learning", False):
+            raise UnsupportedError(
+                f"PEFT's {type(each).__name__} is not supported: each rank would put the learnt tokens before its own "
+                f"part of a sequence; take LoRA, or, for prompts without a cache in a loop of your own, call "
+                f"use_tokenring with the base model before get_peft_model"
+            )
+
+
+def _check_layers(model: Any, config: Any) -> None:
+    """Raise UnsupportedError for layers that mix tokens by more than attention: each rank's would begin anew."""
+    others = sorted({str(each) for each in getattr(config, "layer_types", None) or ()} - {*ATTENDING})
+    if others:
+        raise UnsupportedError(
+            f"{type(model).__name__} has layers of type {', '.join(others)}, and {', '.join(ATTENDING)} alone are "
+            f"supported: others (state, linear attention) {ALONE}"
+        )
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    for name, module in decoder.named_modules() if isinstance(decoder, torch.nn.Module) else ():
+        if isinstance(module, MIXING) and getattr(module, "kernel_size", None) != (1,):
+            raise UnsupportedError(
+                f"{type(model).__name__} is not supported: {name}, a {type(module).__name__}, mixes tokens besides "
+                f"attention, and {ALONE}"
+            )
+
+
+def check_attended(model: Any, calls: int) -> None:
+    """Raise UnsupportedError unless each layer of a model called tokenring's attention; calls: of one forward pass."""
+    layers = getattr(text_config(model.config), "num_hidden_layers", None) or 1
+    if calls < layers:
+        raise UnsupportedError(
+            f"{type(model).__name__} has {layers} layers, and called tokenring's attention {calls} times in a forward "
+            f"pass: layers without it (state, linear attention, attention of their own, layers that are dropped at "
+            f"random: set config.layerdrop = 0.0) are not supported, as each {ALONE}"
         )
 
 

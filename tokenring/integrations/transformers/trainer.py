@@ -13,8 +13,8 @@ Nothing of accelerate's own context parallelism is used. Importing this imports 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
+from tokenring.api.sharding import add_up
 from tokenring.errors import ConfigurationError, UnsupportedError
 from tokenring.integrations.gradient_joins import check_wrapped
 from tokenring.integrations.transformers.batches import BATCH, cut_batch
@@ -58,14 +59,18 @@ class TokenRingTrainerMixin:
     any_model, any_version: as of `use_tokenring`, which is called with the trainer's model. All else is the Trainer's.
     DDP or FSDP must join the gradients of all ranks, as the Trainer does by itself.
 
-    Raises UnsupportedError for versions of transformers, accelerate and trl that were not run, label smoothing, own
-    loss functions, accelerate's own context parallelism, DeepSpeed, tensor and pipeline parallelism, and evaluation
+    A subclass with a compute_loss of its own gets the logits of this rank's tokens, which nothing sees: a loss that it
+    computes from them must be this rank's share, such that the mean of all processes' is the loss.
+
+    Raises UnsupportedError for versions of transformers, accelerate and trl that were not run, label smoothing,
+    compute_loss_func, accelerate's own context parallelism, DeepSpeed, tensor and pipeline parallelism, and evaluation
     that wants logits; ConfigurationError for ranks that are no neighbours, and in steps for FSDP2 over other ranks than
     all, and a model that neither DDP nor FSDP wraps; BackendUnavailable without accelerate.
     """
 
     accelerator: Any
     args: Any
+    state: Any
     gather_function: Any
     model: Any
 
@@ -116,6 +121,12 @@ class TokenRingTrainerMixin:
         if mesh is not None:
             self.accelerator._prepare_device_mesh = lambda: mesh
 
+    def _get_dataloader(self, dataset: Any, *given: Any, **more: Any) -> Any:
+        """Make a data loader, as of a dataset that `evaluate` is given. Raises UnsupportedError for an iterable one."""
+        with refusing(self.tokenring, "forward"):
+            _check_read(self, dataset)
+        return super()._get_dataloader(dataset, *given, **more)  # type: ignore[misc]
+
     def get_cp_size(self) -> int:
         """Return how many ranks share a sequence."""
         return self.tokenring.world_size
@@ -147,11 +158,18 @@ class TokenRingTrainerMixin:
         if inputs.get(BATCH) is None:
             inputs = self._prepare_context_parallel_inputs(model, inputs)[1]
         items = inputs.get("num_items_in_batch")  # of the whole batch: trainers would take the mean of this rank's part
-        found = super().compute_loss(model, inputs, return_outputs, items, **more)  # type: ignore[misc]
+        with _not_multiplied(self.args):
+            found = super().compute_loss(model, inputs, return_outputs, items, **more)  # type: ignore[misc]
         loss, *rest = found if isinstance(found, tuple) else (found,)
-        multiplied = items is not None and getattr(self, "model_accepts_loss_kwargs", True)
-        loss = loss * self.tokenring.world_size / (self.accelerator.num_processes if multiplied else 1)
+        loss = loss * self.tokenring.world_size
         return (loss, *rest) if isinstance(found, tuple) else loss
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Count the tokens of a batch (include_num_input_tokens_seen) once for all ranks that share it."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        counted = self.state.num_input_tokens_seen - before  # of all ranks, each with its whole batch
+        self.state.num_input_tokens_seen = before + counted // self.tokenring.world_size
 
     def evaluation_loop(self, *given: Any, **more: Any) -> Any:
         """Evaluate, with the loss of each group's batch taken once: transformers gathers those of all ranks."""
@@ -177,9 +195,19 @@ class TokenRingTrainerMixin:
             )
         loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, *given, **more)  # type: ignore[misc]
         if self.tokenring.world_size > 1:
-            dist.all_reduce(loss, group=self.tokenring.group)
+            add_up(loss, self.tokenring, "adding up the loss of an evaluation")
             loss = loss / self.tokenring.world_size
         return (loss, *rest)
+
+
+@contextmanager
+def _not_multiplied(args: Any) -> Iterator[None]:
+    """Keep trainers from multiplying a loss by the number of processes: they differ in when they do."""
+    said, args.average_tokens_across_devices = args.average_tokens_across_devices, False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = said
 
 
 def _check_arguments(trainer: Any) -> None:
@@ -187,11 +215,8 @@ def _check_arguments(trainer: Any) -> None:
     _check_sharding(_transformers_model(trainer.model))
     if getattr(args, "label_smoothing_factor", 0.0):
         raise UnsupportedError("label_smoothing_factor is not supported by tokenring: set it to 0.0")
-    if trainer.tokenring.world_size > 1 and _is_dispatched(trainer):
-        raise UnsupportedError(
-            "batches that rank 0 dispatches are not supported by tokenring: say accelerator_config="
-            "{'dispatch_batches': False}, so that each rank reads the dataset itself"
-        )
+    for name in ("train_dataset", "eval_dataset"):
+        _check_read(trainer, getattr(trainer, name, None))
     if not getattr(args, "average_tokens_across_devices", True):
         raise UnsupportedError(
             "average_tokens_across_devices=False is not supported by tokenring: ranks hold different numbers of labels "
@@ -210,11 +235,19 @@ def _check_sharding(model: Any) -> None:
             )
 
 
-def _is_dispatched(trainer: Any) -> bool:
-    """Tell whether accelerate lets rank 0 read the dataset for all: by default, where the dataset is iterable."""
+def _check_read(trainer: Any, dataset: Any) -> None:
+    """Raise UnsupportedError where accelerate lets rank 0 read a dataset for all: by default, where it is iterable.
+
+    dataset: or several by name, as for an evaluation.
+    """
     said = trainer.args.accelerator_config.dispatch_batches
-    sets = (getattr(trainer, name, None) for name in ("train_dataset", "eval_dataset"))
-    return bool(any(isinstance(each, IterableDataset) for each in sets) if said is None else said)
+    sets = dataset.values() if isinstance(dataset, Mapping) else (dataset,)
+    dispatched = any(isinstance(each, IterableDataset) for each in sets) if said is None else said
+    if trainer.tokenring.world_size > 1 and dispatched:
+        raise UnsupportedError(
+            "batches that rank 0 dispatches are not supported by tokenring: say accelerator_config="
+            "{'dispatch_batches': False}, so that each rank reads the dataset itself"
+        )
 
 
 def _mesh_of(cp: ContextParallel) -> RankGrid | None:

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
+from tokenring.api.sharding import add_up
 from tokenring.errors import ConfigurationError
+from tokenring.integrations.comparing import agree_on_batch, expected_size
 from tokenring.integrations.gradient_joins import (
     GradientReduction,
     add_up_gradients,
@@ -29,9 +30,14 @@ from tokenring.integrations.gradient_joins import (
 )
 from tokenring.integrations.transformers.attention import ATTENTION_NAME, register
 from tokenring.integrations.transformers.batches import BATCH, CutBatch, cut_batch
-from tokenring.integrations.transformers.comparing import agree_on_batch, expected_size
 from tokenring.integrations.transformers.configs import put_back, text_config, with_own_configs
-from tokenring.integrations.transformers.refusals import check_attends, check_keywords, check_model
+from tokenring.integrations.transformers.refusals import (
+    check_adapters,
+    check_attended,
+    check_attends,
+    check_keywords,
+    check_model,
+)
 from tokenring.integrations.transformers.versions import check_version
 from tokenring.runtime.agreement import refusing
 
@@ -120,6 +126,7 @@ class _Calls:
         self._cut_here = given.get(BATCH) is None
         with refusing(self.cp, "forward", *args, *given.values()):
             check_attends(model, ATTENTION_NAME)
+            check_adapters(model)
             if torch.is_grad_enabled():
                 check_joined(model, self.cp, self.gradients, self._every)
             check_keywords(model.config, given)
@@ -131,13 +138,17 @@ class _Calls:
             if given[BATCH].cp is not self.cp:
                 raise ConfigurationError("this batch was cut for another ContextParallel than the model has")
         _compare(given[BATCH], given["position_ids"], model.config, self._cut_here)
+        given[BATCH].attended.clear()
         return args, given
 
     def after(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> Any:
         """Put the loss of the whole batch in the place of this rank's share, where this call cut the batch.
 
-        Either way its gradients become such as the ranks' sum or mean of them wants.
+        Either way its gradients become such as the ranks' sum or mean of them wants. Raises UnsupportedError, on all
+        ranks, where some layer did not come to our attention.
         """
+        with refusing(self.cp, "forward", given["position_ids"]):
+            check_attended(model, len(given[BATCH].attended))
         if given.get("labels") is None:
             return output
         added_up = self.cp if self._cut_here else None
@@ -174,7 +185,7 @@ class _Loss(torch.autograd.Function):
         ctx.factor = factor
         whole = share.detach().clone()
         if cp is not None and cp.world_size > 1:
-            dist.all_reduce(whole, group=cp.group)
+            add_up(whole, cp, "adding up the loss")
         return whole
 
     @staticmethod

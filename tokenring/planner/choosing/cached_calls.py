@@ -82,6 +82,8 @@ class CachedCall:
 
     def wire_seconds(self, pair_bytes: float, neighbours: bool = False) -> float:
         """Return the seconds of the busiest wire of such a round, for the bytes alone."""
+        if self.ranks == 1:
+            return 0.0
         loads: dict[str, float] = defaultdict(float)
         for src in range(self.ranks):
             others = [(src + 1) % self.ranks] if neighbours else [dst for dst in range(self.ranks) if dst != src]
@@ -97,6 +99,7 @@ class CachedWay:
     """One way: what moves, how long its parts take, what a rank sends, and how many rounds of messages it has.
 
     exchange_seconds: what the exchange adds to the kernels; what runs behind them does not count.
+    bound_seconds: what the way takes no less than, as if bytes and kernels ran fully behind each other.
     """
 
     name: str
@@ -106,6 +109,7 @@ class CachedWay:
     sent_bytes: float
     rounds: int
     seconds: float
+    bound_seconds: float
 
 
 def cached_ways(call: CachedCall) -> list[CachedWay]:
@@ -136,6 +140,18 @@ def goes_to_all(call: CachedCall) -> bool:
     return call.kv_bytes <= call.q_bytes + call.result_bytes
 
 
+def _least(call: CachedCall, kernel: float, wires: float, before: int, after: int) -> float:
+    """Return what a way takes at least: of its kernels and its bytes the longer, and messages that nothing hides.
+
+    wires: seconds of the busiest wire for the bytes of all rounds. before, after: how many rounds bring what kernels
+    read, which own rows or keys can hide, and how many bring what they have made.
+    """
+    if call.ranks == 1:
+        return kernel
+    latency = call.machine.messages.latency_seconds
+    return max(kernel, before * latency + wires) + after * latency
+
+
 def _parted(call: CachedCall) -> tuple[Callable[[CachedCall], CachedWay], ...]:
     """Return the ways that cut query heads over the ranks, where these divide."""
     return () if call.workload.q_heads % call.ranks else (_two_step,)
@@ -143,7 +159,7 @@ def _parted(call: CachedCall) -> tuple[Callable[[CachedCall], CachedWay], ...]:
 
 def _one_rank(call: CachedCall) -> CachedWay:
     seconds = call.kernel_seconds(call.workload.q_length, call.workload.kv_length)
-    return CachedWay("one rank", "nothing: one rank has the whole cache", seconds, 0.0, 0.0, 0, seconds)
+    return CachedWay("one rank", "nothing: one rank has the whole cache", seconds, 0.0, 0.0, 0, seconds, seconds)
 
 
 def _one_shot(call: CachedCall) -> CachedWay:
@@ -151,7 +167,8 @@ def _one_shot(call: CachedCall) -> CachedWay:
     kernel = call.kernel_seconds(call.workload.q_length, call.workload.kv_length / call.ranks)
     exchange = call.round_seconds(call.result_bytes)
     sent = (call.ranks - 1) * call.result_bytes
-    return CachedWay("one-shot", "partial results, to all", kernel, exchange, sent, 1, kernel + exchange)
+    bound = _least(call, kernel, call.wire_seconds(call.result_bytes), 0, 1)
+    return CachedWay("one-shot", "partial results, to all", kernel, exchange, sent, 1, kernel + exchange, bound)
 
 
 def _two_step(call: CachedCall) -> CachedWay:
@@ -159,8 +176,9 @@ def _two_step(call: CachedCall) -> CachedWay:
     kernel = call.kernel_seconds(call.workload.q_length, call.workload.kv_length / call.ranks)
     exchange = 2 * call.round_seconds(call.result_bytes / call.ranks)
     sent = 2 * (call.ranks - 1) / call.ranks * call.result_bytes
+    bound = _least(call, kernel, 2 * call.wire_seconds(call.result_bytes / call.ranks), 0, 2)
     return CachedWay(
-        "two-step", "partial results by heads, then results", kernel, exchange, sent, 2, kernel + exchange
+        "two-step", "partial results by heads, then results", kernel, exchange, sent, 2, kernel + exchange, bound
     )  # fmt: skip
 
 
@@ -170,7 +188,8 @@ def _direct_q(call: CachedCall) -> CachedWay:
     kernel = call.kernel_seconds(call.workload.q_length, call.workload.kv_length / ranks)
     exchange = call.round_seconds(call.q_bytes / ranks) + call.round_seconds(call.result_bytes / ranks)
     sent = (ranks - 1) / ranks * (call.q_bytes + call.result_bytes)
-    return CachedWay("direct-q", "q, and partial results back", kernel, exchange, sent, 2, kernel + exchange)
+    bound = _least(call, kernel, call.wire_seconds((call.q_bytes + call.result_bytes) / ranks), 1, 1)
+    return CachedWay("direct-q", "q, and partial results back", kernel, exchange, sent, 2, kernel + exchange, bound)
 
 
 def _direct_kv(call: CachedCall) -> CachedWay:
@@ -179,7 +198,8 @@ def _direct_kv(call: CachedCall) -> CachedWay:
     kernel = call.kernel_seconds(call.workload.q_length / ranks, call.workload.kv_length)
     exchange = call.round_seconds(call.kv_bytes / ranks)
     sent = (ranks - 1) / ranks * call.kv_bytes
-    return CachedWay("direct-kv", "keys and values, to all", kernel, exchange, sent, 1, kernel + exchange)
+    bound = _least(call, kernel, call.wire_seconds(call.kv_bytes / ranks), 1, 0)
+    return CachedWay("direct-kv", "keys and values, to all", kernel, exchange, sent, 1, kernel + exchange, bound)
 
 
 def _ring(call: CachedCall) -> CachedWay:
@@ -189,19 +209,22 @@ def _ring(call: CachedCall) -> CachedWay:
     step = call.round_seconds(call.kv_bytes / ranks, neighbours=True)
     sent, kernels = (ranks - 1) / ranks * call.kv_bytes, ranks * part
     exposed = (ranks - 1) * max(0.0, step - part)
-    return CachedWay("ring", "keys and values, round", kernels, exposed, sent, ranks - 1, kernels + exposed)
+    wires = (ranks - 1) * call.wire_seconds(call.kv_bytes / ranks, neighbours=True)
+    bound = _least(call, kernels, wires, ranks - 1, 0)
+    return CachedWay("ring", "keys and values, round", kernels, exposed, sent, ranks - 1, kernels + exposed, bound)
 
 
 def least_cached_seconds(call: CachedCall) -> float:
     """Return what no way over all ranks takes less than, with the cache in place: the kernel beside the bytes, a round.
 
-    At each rank's port, of q and out no less has to pass than of the tokens whose results it does not keep.
+    At each rank's port no less has to pass than out of what it does not keep, and q of it, or where every rank has q
+    the partial results that make its own.
     """
     kernel = call.kernel_seconds(call.workload.q_length, call.workload.kv_length / call.ranks)
     if call.ranks == 1:
         return kernel
     results = call.result_bytes - LSE_BYTES * call.workload.batch * call.workload.q_length * call.workload.q_heads
-    bytes_seconds = call.wire_seconds((call.q_bytes + results) / call.ranks)
+    bytes_seconds = call.wire_seconds((min(call.q_bytes, results) + results) / call.ranks)
     return max(kernel, bytes_seconds) + call.machine.messages.latency_seconds
 
 
