@@ -25,7 +25,8 @@ from tokenring.lowering.target import NO_END, Target
 from tokenring.proof.replay import replay, replay_schedule
 from tokenring.proof.verify import verify_lowered
 from tokenring.runtime.agreement import UNWANTED
-from tokenring.schedule.names import make_schedule, parse
+from tokenring.schedule.families.registry import parse
+from tokenring.schedule.names import make_schedule
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import make_layout
 from tokenring.sequence.mask import parse_mask

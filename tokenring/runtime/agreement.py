@@ -37,7 +37,7 @@ LOG = logging.getLogger("tokenring")
 REFUSED = "refused"  # the field of a rank that makes no call, with the reason
 SINKS, LSE_GRADIENT = "sinks", "gradient of lse"  # notes: of what a call has besides its request
 UNWANTED = "lse"  # the field that says that nobody wants it: of calls without gradients alone
-AGAIN = {LSE_GRADIENT, UNWANTED}  # where ranks differ in one alone, all make the call again, as one where some rank does
+AGAIN = {LSE_GRADIENT, UNWANTED}  # where ranks differ in one alone, all make the call again, as one where some has it
 TOLD = "_tokenring_told"  # of an error that passes through several calls, as in a checkpoint: it is told once
 
 
