@@ -159,15 +159,11 @@ def forward_pass(
     sinks: torch.Tensor | None,
     expansion: Weights | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Agree on a forward pass with all ranks and run it; return what `run_forward` does.
-
-    Ranks may differ in whether they want the lse. Then all make the call again, as one where all do.
-    """
+    """Agree on a forward pass and run it, again with lse if only some ranks want it; return what `run_forward` does."""
     notes = (() if sinks is None else (SINKS,)) if expansion is None else (expansion.said,)
 
     def run(asked: Request) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        executor = cp.executor(asked, "forward", *notes)
-        return run_forward(executor, cp.active_trace, q, k, v, sinks, expansion=expansion)
+        return run_forward(cp.executor(asked, "forward", *notes), cp.active_trace, q, k, v, sinks, expansion=expansion)
 
     try:
         return run(request)
@@ -335,10 +331,7 @@ class _First(torch.autograd.Function):
 
 
 def first(compute: Callable[[], Gradients], *depends: torch.Tensor, of: Refused = ATTENTION) -> Gradients:
-    """Return what `compute` gives in a backward pass; a node on it refuses a second derivative by `depends`.
-
-    of: what to say then.
-    """
+    """Return what `compute` gives in a backward pass; a node refuses a second derivative by `depends`, as `of` says."""
     if not torch.is_grad_enabled():  # this pass is not recorded
         return compute()
     made: Gradients = _First.apply(compute, of, *depends)  # type: ignore[no-untyped-call]
