@@ -72,7 +72,9 @@ def ask(options: argparse.Namespace) -> Asked:
     limit = None if options.memory_limit is None else read_size("--memory-limit", options.memory_limit)
     families = tuple(options.schedules.split(",")) if options.schedules else ()
     modes = {} if options.transport not in (None, "auto") or transport is None else bounded(transport)
-    call = CallToPlan(setting, layout, layout, mask, families, limit, options.all, modes)
+    call = CallToPlan(
+        setting, layout, layout, mask, families, limit, options.all, modes, wants_lse="backward" in passes
+    )  # fmt: skip
     return Asked(call, name, options.tp)
 
 
