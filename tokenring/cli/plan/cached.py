@@ -38,7 +38,6 @@ ONE_TOKEN = "1"
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-
 def check_tokens(options: argparse.Namespace) -> None:
     """Raise ConfigurationError for --tokens or --decode without --cached N, or for --decode of several tokens."""
     if options.cached is None and options.decode:
