@@ -107,8 +107,8 @@ def cached_report(call: CachedCall) -> str:
     dims = heads_text(size.head_dim, size.value_dim)
     lines = [
         f"attention of one layer, forward: batch {size.batch}, {new_tokens_text(size.q_length)} over "
-        f"{size.kv_length:,} cached{'' if size.latent_dim is None else ' latents'}, {size.q_heads}:{size.kv_heads} heads × {dims}, "
-        f"{str(size.dtype).removeprefix('torch.')}",
+        f"{size.kv_length:,} cached{'' if size.latent_dim is None else ' latents'}, "
+        f"{size.q_heads}:{size.kv_heads} heads × {dims}, {str(size.dtype).removeprefix('torch.')}",
         f"on {call.interconnect.name}: {call.ranks} ranks; {call.machine.source}",
         f"{ways[0].name}: {_why(ways)}",
         "",

@@ -123,7 +123,7 @@ def _uninstall() -> None:
         module = sys.modules.get(name)
         for owner, title in ((module, NAME), (getattr(module, kind, None), METHOD)):
             ours: Any = getattr(owner, title, None)
-            if ours is not None and getattr(ours, OURS, None) is ours:
+            if hasattr(ours, OURS) and getattr(ours, OURS) is ours:
                 setattr(owner, title, ours.__wrapped__)
 
 

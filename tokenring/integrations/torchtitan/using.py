@@ -29,7 +29,7 @@ def use_tokenring(
     """
     check_version(any_version)
     prepare_model(_model_of(config, "use_tokenring"), layout=layout, any_model=any_model, **options)
-    config.training.disable_cuda_graphs = True
+    config.training.disable_cuda_graphs = True  # type: ignore[attr-defined]
     return config
 
 
