@@ -1,4 +1,4 @@
-"""What torch.compile calls between two graphs. To import this imports the compiler."""
+"""Call functions between two graphs of torch.compile. To import this imports the compiler."""
 
 from __future__ import annotations
 

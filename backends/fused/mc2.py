@@ -21,7 +21,7 @@ from weakref import WeakSet
 import torch
 
 from tokenring.backends.devices import device_of
-from tokenring.backends.fused.contract import GATHER, ONE_DOMAIN, OPERATORS, generation, refusal
+from tokenring.backends.fused.contract import GATHER, ONE_DOMAIN, OPERATORS, SCATTER, generation, refusal
 from tokenring.backends.transports.hccl import FIRST_CONTACT, HcclTransport
 from tokenring.errors import UnsupportedError, one_line
 from tokenring.launch.groups import newer_collective
@@ -70,7 +70,7 @@ class Mc2:
         operator = OPERATORS.get((request.operator, direction))
         if operator is not None and _operator(operator) is None:
             return f"this torch_npu has no {operator}"
-        if (reason := self._no_backend()) is not None:
+        if (reason := self._no_backend() or _not_current(request.device)) is not None:
             return reason
         if generation(device_name) == ONE_DOMAIN and any(self._is_elsewhere(other) for other in _at_work):
             return (
@@ -211,7 +211,7 @@ class WholeLayer:
 
     def _scattered(self, c: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of c [P·n, k] times right [k, m], summed over the ranks: [n, m]."""
-        made: torch.Tensor = _called(OPERATORS["row", "forward"])(
+        made: torch.Tensor = _called(SCATTER)(
             c.contiguous(), _plain(right), self._communicator, self._kernel.ranks
         )
         return made
@@ -225,6 +225,17 @@ def _rows(own: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 def _plain(right: torch.Tensor) -> torch.Tensor:
     """Return a right operand as the operators take it: contiguous, or the transpose of what is."""
     return right if right.is_contiguous() or right.t().is_contiguous() else right.contiguous()
+
+
+def _not_current(device: torch.device) -> str | None:
+    """Return why tensors cannot be on this NPU, None if it is the current one: HCCL makes a communicator for that."""
+    current = torch.get_device_module(device).current_device()
+    if device.index in (None, current):
+        return None
+    return (
+        f"these tensors are on npu:{device.index}, and the communicator is that of the current device, npu:{current}: "
+        f"call torch.npu.set_device({device.index}) first"
+    )
 
 
 def _operator(name: str) -> Any:

@@ -7,12 +7,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from copies import copied_as_one
+from machines import APART, transport_name
+from patience import patient
 from program_mutants import edit
 from programs import lower_all
-from ranks import Here, RankPools
+from ranks import PEER_SECONDS, Here, RankPools
 
 import tokenring as tr
+from tokenring.backends.registry import make_transport
 from tokenring.errors import ScheduleError
 from tokenring.ir.passes import SEEN_RANKS, without_lse
 from tokenring.ir.schedule_data import ATTENTION, ATTENTION_OUT
@@ -21,6 +25,7 @@ from tokenring.lowering.target import NO_END, Target
 from tokenring.proof.replay import replay, replay_schedule
 from tokenring.proof.verify import verify_lowered
 from tokenring.runtime.agreement import UNWANTED
+from tokenring.schedule.families.registry import parse
 from tokenring.schedule.names import make_schedule
 from tokenring.schedule.schedule import Schedule
 from tokenring.sequence.layout import make_layout
@@ -168,31 +173,62 @@ def test_copies_made_as_one(ranks: RankPools, name: str, dtype: torch.dtype) -> 
     assert ranks(2)(together, name, dtype) == [True, True]
 
 
-def differing(here: Here) -> tuple[bool, int, bool]:
-    """Rank 1 alone asks for lse; then nobody; then there are sinks."""
-    cp = here.cp(schedule="ulysses")
-    assert cp.transport is not None
+def differing(here: Here, transport: str, of_users: bool) -> tuple[bool, bool, int, bool]:
+    """Rank 1 alone asks for lse, also where lengths are to be agreed on first; then nobody; then there are sinks."""
+    assert dist.group.WORLD is not None
+    with transport_name(transport) as known:
+        own = make_transport(known, dist.group.WORLD, patient(PEER_SECONDS))
+    cp = tr.ContextParallel(schedule=parse("ulysses").make(here.world_size) if of_users else "ulysses", transport=own)
     q, k, v = (tr.shard(each, cp, dim=1) for each in given(6, torch.float32))
     begun: list[str] = []
     begin = cp._begin
     cp._begin = lambda request, *rest: (begun.append(str(request.wants_lse)), begin(request, *rest))[1]  # type: ignore[func-returns-value,method-assign]
+
+    def mixed() -> torch.Tensor:
+        return attended(q, k, v, cp, lse=here.rank == 1)
+
     with torch.no_grad():
+        first = mixed()
         whole, lse = tr.attention(q, k, v, cp, return_lse=True)
+        found_lse = tr.attention(q, k, v, cp, return_lse=True)[1] if here.rank == 1 else (mixed(), lse)[1]
         begun.clear()
-        if here.rank == 1:
-            found, found_lse = tr.attention(q, k, v, cp, return_lse=True)
-        else:
-            found, found_lse = tr.attention(q, k, v, cp), lse
+        found = mixed()
         agreed = len(begun)
-        same = torch.equal(found, whole) and torch.equal(found_lse, lse)
-        same = same and torch.equal(tr.attention(q, k, v, cp), whole)
+        same = torch.equal(found, whole) and torch.equal(found_lse, lse) and torch.equal(first, whole)
+        after = torch.equal(tr.attention(q, k, v, cp), whole)
         begun.clear()
         tr.attention(q, k, v, cp, sinks=torch.zeros(6))
-    return same, agreed, begun == ["True"]
+    own.close()
+    return same, after, agreed, begun == ["True"]
 
 
-def test_ranks_that_differ_in_it_make_one_call(ranks: RankPools) -> None:
-    assert ranks(3)(differing) == [(True, 2, True)] * 3
+@pytest.mark.parametrize("of_users", (False, True), ids=("named", "scheme"))
+@pytest.mark.parametrize("transport", ("shm", "gloo", APART))
+def test_ranks_that_differ_in_it_make_one_call(ranks: RankPools, transport: str, of_users: bool) -> None:
+    assert ranks(3)(differing, transport, of_users) == [(True, True, 2, True)] * 3
+
+
+def refusing_alone(here: Here, kind: str) -> tuple[str, bool]:
+    """Rank 1 makes another call than one without lse; the next call of each rank is the same one again."""
+    cp = here.cp(schedule="ulysses")
+    q, k, v = (tr.shard(each, cp, dim=1) for each in given(6, torch.float32))
+    with torch.no_grad():
+        whole = tr.attention(q, k, v, cp)
+        odd = here.rank == 1
+        value = v[..., :3, :] if odd and kind == "refusal" else v
+        with torch.set_grad_enabled(odd and kind == "gradients"), pytest.raises(tr.ConfigurationError) as error:
+            tr.attention(q, k, value, cp, sinks=torch.zeros(6) if odd and kind == "sinks" else None)
+        return str(error.value), torch.equal(tr.attention(q, k, v, cp), whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("refusal", "rank 1 refused: k and v"), ("gradients", "gradients enabled: ranks 0, 2"), ("sinks", "sinks: ranks")],
+)
+def test_a_rank_that_makes_another_call_is_heard_of(ranks: RankPools, kind: str, says: str) -> None:
+    """Nobody makes the call again, as that rank would not."""
+    found = ranks(3)(refusing_alone, kind)
+    assert all(says in text for text, _ in (found[0], found[2])) and all(after for _, after in found)
 
 
 def test_a_call_of_another_size_is_still_refused(ranks: RankPools) -> None:

@@ -12,7 +12,7 @@ from oracle import allowed, attention64
 
 import tokenring as tr
 from tokenring.backends.kernels.cpu_flash import CpuFlash
-from tokenring.cli.bench import flash_attn_cpu, torch_ring
+from tokenring.cli.bench.others import flash_attn_cpu, torch_ring
 from tokenring.cli.bench.peers import sleeping_instead
 from tokenring.cli.bench.sleeping import Sleeping
 

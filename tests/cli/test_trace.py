@@ -25,6 +25,7 @@ from tokenring.cli.trace.table import spent, table
 from tokenring.cli.trace.worker import Clocked, trace
 from tokenring.display.console import Ink
 from tokenring.errors import ConfigurationError
+from tokenring.ir.passes import without_lse
 from tokenring.ir.schedule_data import PASSES
 from tokenring.schedule.names import SCHEMES, named_schedule
 from tokenring.sequence.layout import make_layout
@@ -82,11 +83,15 @@ def check_bytes(made: Traced, name: str) -> None:
     layout = make_layout("zigzag", RANKS, length)
     schedule = named_schedule(name, workload, layout, layout, parse_mask("causal"), None)
     for direction in PASSES:
-        sent: Counter[tuple[int, int]] = Counter()
-        for each in made.messages:
-            if each.direction == direction:
-                sent[each.src, each.dst] += int(each.details["bytes"])
-        assert dict(sent) == schedule.link_bytes(workload, direction)
+        assert sent_bytes(made, direction) == schedule.link_bytes(workload, direction)
+
+
+def sent_bytes(made: Traced, direction: str) -> dict[tuple[int, int], int]:
+    sent: Counter[tuple[int, int]] = Counter()
+    for each in made.messages:
+        if each.direction == direction:
+            sent[each.src, each.dst] += int(each.details["bytes"])
+    return dict(sent)
 
 
 def test_ranks_without_tokens_are_traced(ranks: RankPools) -> None:
@@ -102,8 +107,13 @@ def test_ranks_without_tokens_are_traced(ranks: RankPools) -> None:
 
 
 def test_forward_alone(ranks: RankPools) -> None:
-    made = run(ranks, replace(CASE, backward=False))
+    """Its messages are those of a call that wants no lse."""
+    made = run(ranks, replace(CASE, backward=False, heads=6, kv_heads=3, schedules=["ulysses"]))
     assert {each.direction for each in made.stretches} == {"forward"}
+    length = RANKS * 32
+    workload, layout = Workload(1, length, length, 6, 3, 16, torch.float32), make_layout("zigzag", RANKS, length)
+    schedule = without_lse(named_schedule("ulysses", workload, layout, layout, parse_mask("causal"), None))
+    assert sent_bytes(made, "forward") == schedule.link_bytes(workload)
 
 
 def test_command(tmp_path: Path, warm: str) -> None:

@@ -259,6 +259,7 @@ def named_in_mode(
 
 def schedule_text(given: str | Scheme | Schedule | Plan, made: Callable[[], Schedule]) -> str:
     """Return the schedule as ranks compare it; of the user's own, all its content. made: makes that of a Scheme."""
+    from tokenring.ir.passes import for_call
     from tokenring.runtime.agreement import named_digest
     from tokenring.schedule.schedule import Schedule
 
@@ -269,7 +270,7 @@ def schedule_text(given: str | Scheme | Schedule | Plan, made: Callable[[], Sche
     if is_plan(given):
         return f"{named_digest(given.schedule)} over {given.transport or 'any transport'}"
     try:  # a Scheme's functions print differently in each process; what they make does not
-        return named_digest(made())
+        return named_digest(for_call(made(), True))  # whether it goes without lse, the call says
     except TokenRingError as error:
         return f"{given.name!r}, which cannot be used: {error}"
 

@@ -159,16 +159,18 @@ def forward_pass(
     sinks: torch.Tensor | None,
     expansion: Weights | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Agree on a forward pass with all ranks and run it; return what `run_forward` does."""
+    """Agree on a forward pass and run it, again with lse if only some ranks want it; return what `run_forward` does."""
     notes = (() if sinks is None else (SINKS,)) if expansion is None else (expansion.said,)
+
+    def run(asked: Request) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        return run_forward(cp.executor(asked, "forward", *notes), cp.active_trace, q, k, v, sinks, expansion=expansion)
+
     try:
-        executor = cp.executor(request, "forward", *notes)
-    except Disagreement as found:
-        if UNWANTED not in found.fields:
+        return run(request)
+    except Disagreement as found:  # where transports defer, while it runs
+        if found.fields != {UNWANTED}:  # such as of a rank that refuses, which would not make it again
             raise
-        # Some ranks want the lse and some do not: all make the call again, as one where all do.
-        executor = cp.executor(replace(request, wants_lse=True), "forward", *notes)
-    return run_forward(executor, cp.active_trace, q, k, v, sinks, expansion=expansion)
+    return run(replace(request, wants_lse=True))
 
 
 def backward_pass(
@@ -329,10 +331,7 @@ class _First(torch.autograd.Function):
 
 
 def first(compute: Callable[[], Gradients], *depends: torch.Tensor, of: Refused = ATTENTION) -> Gradients:
-    """Return what `compute` gives in a backward pass; a node on it refuses a second derivative by `depends`.
-
-    of: what to say then.
-    """
+    """Return what `compute` gives in a backward pass; a node refuses a second derivative by `depends`, as `of` says."""
     if not torch.is_grad_enabled():  # this pass is not recorded
         return compute()
     made: Gradients = _First.apply(compute, of, *depends)  # type: ignore[no-untyped-call]

@@ -199,16 +199,16 @@ class TensorParallel(Standing):
 
     def pairs(self, request: LinearRequest, like: torch.Tensor) -> torch.Tensor:
         """Return memory for what this rank computes of a tensor of pairs; none where a kernel makes its own."""
-        return like.new_empty(0 if self._takes(request) else self.box(request).shape)
+        return like.new_empty(self.box(request).shape if self._kernel_of(request.operator) is None else 0)
 
     def check_kernel(self, request: LinearRequest, direction: Pass) -> None:
         """Raise UnsupportedError where a kernel was asked for that does not take this pass on this rank."""
-        if self._whole is not None and self._takes(request):
-            self._whole.check(request, direction)
+        if (kernel := self._kernel_of(request.operator)) is not None:
+            kernel.check(request, direction)
 
-    def _takes(self, request: LinearRequest) -> bool:
-        """Tell whether a kernel by name does this request, or refuses it: a layer, not a collective."""
-        return self._whole is not None and request.operator not in COLLECTIVES
+    def _kernel_of(self, operator: object) -> Mc2 | None:
+        """Return the kernel by name that does this operator, or refuses it; None: a schedule does, as collectives."""
+        return None if operator in COLLECTIVES else self._whole
 
     def begin(self, request: LinearRequest, given: Given, *passes: Pass) -> Sequence[BoundPass]:
         """Agree on a call of these passes with all ranks, and bind them. Raises Disagreement on all ranks; PeerLost.
@@ -225,8 +225,8 @@ class TensorParallel(Standing):
             agree(speaker, mine)
         transport = None if self.world_size == 1 else self._base.transport_for(request.device)
         with beginning(transport):
-            if self._whole is not None and self._takes(request):
-                return [self._whole.bound(request, each, transport) for each in passes]
+            if (kernel := self._kernel_of(request.operator)) is not None:
+                return [kernel.bound(request, each, transport) for each in passes]
             return self._bound(request, passes, transport)
 
     def refusing(self, direction: Pass, *given: object) -> refusing:
@@ -285,8 +285,8 @@ class TensorParallel(Standing):
     def _choose(
         self, operator: str, tokens: int, features: int, width: int, dtype: torch.dtype, stays: Stays
     ) -> str:
-        if self._whole is not None and operator not in COLLECTIVES:
-            return self._whole.placed_as
+        if (kernel := self._kernel_of(operator)) is not None:
+            return kernel.placed_as
         if self.schedule != "auto":
             return self.schedule
         from tokenring.planner.choosing.linear import choose
@@ -329,7 +329,7 @@ class TensorParallel(Standing):
         check_device(self.wire, dtype, device)
 
     def _check_planned(self, operator: object, tokens: int, features: int, width: int, dtype: object) -> None:
-        if self._whole is not None and operator not in COLLECTIVES:
+        if self._kernel_of(operator) is not None:
             raise UnsupportedError(f"kernel {self.kernel!r} has no plan: its operator decides what moves when")
         if operator not in PLANNED:
             from tokenring.nearest import hint

@@ -33,7 +33,7 @@ from tokenring.lowering.program import (
     Send,
     Span,
     Wait,
-)  # fmt: skip
+)
 from tokenring.lowering.storage import storage_of
 from tokenring.lowering.target import APART, Target
 from tokenring.proof.encodings import check_merged, encoded, rewritten

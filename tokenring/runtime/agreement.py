@@ -37,6 +37,7 @@ LOG = logging.getLogger("tokenring")
 REFUSED = "refused"  # the field of a rank that makes no call, with the reason
 SINKS, LSE_GRADIENT = "sinks", "gradient of lse"  # notes: of what a call has besides its request
 UNWANTED = "lse"  # the field that says that nobody wants it: of calls without gradients alone
+AGAIN = {LSE_GRADIENT, UNWANTED}  # where ranks differ in one alone, all make the call again, as one where some has it
 TOLD = "_tokenring_told"  # of an error that passes through several calls, as in a checkpoint: it is told once
 
 
@@ -184,7 +185,7 @@ def _judged(mine: Description, told: list[Any]) -> Disagreement:
     text, differing = _difference(descriptions), _differing(descriptions)
     if mine.held is None or mine.lengths is None:
         return Disagreement(text, differing)
-    settled_next = [{name: each[name] for name in each if name != LSE_GRADIENT} for each in descriptions]
+    settled_next = [{name: each[name] for name in each if name not in AGAIN} for each in descriptions]
     lengths = agreed_lengths(settled_next, held, mine.lengths, REFUSED)
     return Disagreement(text, differing) if lengths is None else OtherLengths(text, mine.held, lengths)
 
@@ -223,9 +224,10 @@ def _difference(descriptions: list[dict[str, str]]) -> str:
 
 
 def _differing(descriptions: list[dict[str, str]]) -> list[str]:
-    """Return the fields that differ."""
+    """Return the fields that differ; UNWANTED only where no other does: then all ranks make the call again."""
     names = dict.fromkeys(name for fields in descriptions for name in fields)
-    return [name for name in names if len({fields.get(name) for fields in descriptions}) > 1]
+    found = [name for name in names if len({fields.get(name) for fields in descriptions}) > 1]
+    return [name for name in found if name != UNWANTED] or found
 
 
 def refusals(texts: Sequence[str | None]) -> str:

@@ -122,6 +122,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a short k": ({"x1": (4, 128), "x2": (128, 8)}, "k-axis 128"),
     "fp32": ({"dtype": torch.float32}, "DT_FLOAT16 and DT_BFLOAT16"),
     "another domain": ({"hcom": "nobody"}, "no communicator is called 'nobody'"),
+    "another NPU": ({"device": "npu:5"}, "tensors on npu:5, and "),
     "gathered x2": ({"more": {"gather_index": 1}}, "gather_index"),
     "a maximum": ({"operator": fused_linears.SCATTER, "more": {"reduce_op": "max"}}, "reduce_op"),
     "a bias": ({"more": {"bias": (8,)}}, "bias"),
@@ -135,7 +136,8 @@ def asked(here: Here, what: str | None) -> tuple[list[list[int]], str]:
     given = GOOD | (REFUSED[what][0] if what else {})
     group = group_of(here)
     hcom = given.get("hcom") or group._get_backend(torch.device("npu")).get_hccl_comm_name(here.rank)
-    x1, x2 = (torch.ones(given[name], dtype=given.get("dtype", BF16), device="npu") for name in ("x1", "x2"))
+    place = {"dtype": given.get("dtype", BF16), "device": given.get("device", "npu")}
+    x1, x2 = (torch.ones(given[name], **place) for name in ("x1", "x2"))
     more = {name: torch.ones(x, dtype=BF16, device="npu") if isinstance(x, tuple) else x
             for name, x in given.get("more", {}).items()}  # fmt: skip
     operator = getattr(torch.ops.npu, given.get("operator", fused_linears.GATHER)).default

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from ranks import Here, RankError
 from test_mc2 import BF16, called, group_of, parallel
 
 import tokenring as tr
+from tokenring.backends.control import control
+from tokenring.backends.control.process_info import this_process
 from tokenring.backends.fused import mc2
 from tokenring.backends.fused.mc2 import Mc2
 from tokenring.launch.groups import HeldGroup
@@ -98,6 +101,55 @@ def on_the_host(here: Here) -> str:
 
 def test_tensors_on_a_cpu(npus: NpuPools) -> None:
     assert all("its operators are those of NPUs, and these tensors are on cpu" in x for x in npus(2)(on_the_host))
+
+
+def on_another_npu(here: Here) -> str:
+    """Rank 1 has its tensors on another NPU than its current one."""
+    place = f"npu:{2 * here.rank}"
+    x, weight = (torch.ones(*shape, dtype=BF16, device=place) for shape in ((1, 2, 256), (256, 256)))
+    with parallel(here) as tp, pytest.raises(tr.TokenRingError) as caught:
+        tr.column_linear(x, weight, tp)
+    assert not called()
+    return str(caught.value)
+
+
+def test_tensors_on_another_npu_than_the_current_one(npus: NpuPools) -> None:
+    """HCCL makes the communicator that the operator is told for the current device."""
+    says = "these tensors are on npu:2, and the communicator is that of the current device, npu:1: call torch.npu.set_"
+    heard, own = npus(2)(on_another_npu)
+    assert says in own and says in heard and heard.startswith("rank 1 refused: ")
+
+
+def on_other_machines(here: Here, name: str) -> str:
+    """Each rank takes the other for one of another machine; what it says, or nothing where it computes."""
+    with parallel(here, transport="hccl") as tp, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "NAME", name)
+        patched.setattr(control, "this_process", lambda: replace(this_process(), boot_id=f"machine {here.rank}"))
+        try:
+            layer_of(tp)
+        except tr.UnsupportedError as error:
+            assert not called()
+            return str(error)
+        return ""
+
+
+def test_ranks_on_several_machines(npus: NpuPools) -> None:
+    """Links of A2 that join each with each are within a machine; those of A3 go further."""
+    says = "kernel 'mc2' takes ranks on Ascend910B3 that HCCS joins, each with each, and these are on 2 machines"
+    assert all(says in text for text in npus(2)(on_other_machines, "Ascend910B3"))
+    assert npus(2)(on_other_machines, "Ascend910_9392") == ["", ""]
+
+
+def by_another_transport(here: Here) -> str:
+    with parallel(here, transport="gloo") as tp, pytest.raises(tr.TokenRingError) as caught:
+        layer_of(tp)
+    assert not called()
+    return str(caught.value)
+
+
+def test_a_transport_without_hccl(npus: NpuPools) -> None:
+    for text in npus(2)(by_another_transport):
+        assert "kernel 'mc2' works beside a transport of HCCL" in text and "this is 'GlooTransport'" in text
 
 
 def three(here: Here) -> str:

@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import torch
 from ascend import fused_linears, real
+from ascend.layer_calls import check_layers
 from ascend.real import Made, RealPools, Seen, kernel_of, on_meta, operator, seen
 from ascend.schemas import CURRENT, WHEELS
 from conformance import TILES, check, operands
 from patience import patient
 from ranks import Here
-from test_ascend_kernel import BY_NAME
+from test_ascend_kernel import BY_NAME, tried
 from test_ascend_packed import CASES, Checked, tile_of
 from test_ascend_schemas import BAD_CALLS, canonical
 
-from tokenring.backends.fused.mc2 import WholeLayer
-from tokenring.backends.kernels import npu_call, npu_masks
+from tokenring.backends.kernels import npu_call, npu_masks, npu_trials
 from tokenring.backends.kernels.npu_fusion import NpuFusion
 from tokenring.backends.transports.hccl import HcclTransport
 from tokenring.sequence.region import Patch
@@ -36,6 +36,7 @@ pytestmark = pytest.mark.skipif(FOLDER is None, reason="TOKENRING_TORCH_NPU name
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {}, "token-major": {"token_major": True}, "batch 1": {"batch": 1}, "bf16": {"dtype": torch.bfloat16},
+    "narrower values": {"value_dim": 4},
 }  # fmt: skip
 
 
@@ -86,41 +87,11 @@ def test_mc2(npu_wheel: RealPools) -> None:
     npu_wheel(1)(whole_layers)
 
 
-class Gathers:
-    """In place of the kernel with its group: what HCCL would gather."""
-
-    ranks = 4
-
-    def gathered(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.cat([rows] * self.ranks)
-
-
-# Operator and pass, what a call has, and what comes of it, for 8 tokens and 512 features of a rank, of width 256.
-SHAPES = {"x": (8, 256), "w": (512, 256), "dy": (8, 256), "c": (32, 512), "dc": (32, 512), "a": (0,)}
-LAYERS: list[tuple[str, str, str, dict[str, tuple[int, ...]]]] = [
-    ("column", "forward", "x w", {"c": (32, 512)}), ("column-x", "forward", "x w a", {"c": (32, 512), "a": (32, 256)}),
-    ("row", "forward", "c w", {"y": (8, 256)}), ("column", "backward", "dc x w", {"dx": (8, 256), "dw": (512, 256)}),
-    ("column-dx", "backward", "dc w", {"dx": (8, 256)}), ("column-dw", "backward", "dc x", {"dw": (512, 256)}),
-    ("row", "backward", "dy c w dc", {"dc": (32, 512), "dw": (512, 256)}),
-    ("row-dc", "backward", "dy w dc", {"dc": (32, 512)}), ("row-dw", "backward", "dy c", {"dw": (512, 256)}),
-]  # fmt: skip
-
-
 def whole_layers(here: Here) -> None:
     """Every call of kernel "mc2" is one that this torch_npu takes, and gives what the kernel reads."""
     for name, text in fused_linears.WHEELS.items():
         assert real_text(name) == canonical(text)
-    no_transport: Any = None
-    kernel: Any = Gathers()
-    for operator_name, direction, names, wanted in LAYERS:
-        own = {each: torch.empty(SHAPES[each], dtype=torch.bfloat16, device="meta") for each in names.split()}
-        own = {each: x[None, :, None] if each in ("x", "w", "dy") else x for each, x in own.items()}
-        bound = WholeLayer(kernel, operator_name, direction, no_transport, "group")  # type: ignore[arg-type]
-        bound._run(own)
-        found = {each: tuple(own[each].shape) for each in wanted}
-        assert found == wanted and {own[each].dtype for each in wanted} == {torch.bfloat16}, operator_name
-    with pytest.raises(RuntimeError, match="Unknown keyword argument"):
-        operator(fused_linears.SCATTER)(own["c"], own["c"], "group", 4, gather_output=True)
+    check_layers()
 
 
 # ---------- the kernel on CPU tensors: real argument checking, results of our goldens
@@ -147,10 +118,35 @@ def test_packed(npu_wheel: RealPools, name: str, options: str, version: int) -> 
 
 
 def packed(here: Here, name: str, options: dict[str, Any], version: int) -> None:
+    kernel = kernel_of(version)
+    assert tried(kernel, torch.device("cpu"))
     seen.clear()
-    Checked(kernel_of(version), CASES[name], tile_of(CASES[name], **options), "cpu").check()
-    assert len(seen) == 3 and {call.arguments["input_layout"] for call in seen} == {"TND"}
+    Checked(kernel, CASES[name], tile_of(CASES[name], **options), "cpu").check()
+    assert len(seen) == 3
+    assert {call.arguments["input_layout"] for call in seen} == {"TND"}
+    assert {call.arguments.get("softmax_layout") for call in seen} == {"TND"}
     check_shapes()
+
+
+@VERSIONS
+def test_trials(npu_wheel: RealPools, version: int) -> None:
+    npu_wheel(1)(trials, version)
+
+
+def trials(here: Here, version: int) -> None:
+    """Before its first packed call each direction is tried in both orders of statistics, and never again."""
+    npu_trials._refused.cache_clear()
+    seen.clear()
+    kernel = kernel_of(version)
+    assert tried(kernel, torch.device("cpu"))
+    suffix = "_v2" if version == 2 else ""
+    assert [(call.name, call.arguments.get("softmax_layout", "")) for call in seen] == [
+        (f"{name}{suffix}", layout) for name in real.USED[:2] for layout in ("TND", "")
+    ]
+    check_shapes()
+    seen.clear()
+    assert tried(kernel, torch.device("cpu"))
+    assert seen == []
 
 
 def check_shapes() -> None:
@@ -167,15 +163,18 @@ def check_shapes() -> None:
 def on_paper(call: Seen) -> tuple[Made, ...]:
     """What the real operator should say: what the golden gave.
 
-    The second version's kernel for "meta" knows no layout but BNSD, where it comes to the statistics.
+    The second version's kernel for "meta" makes out as wide as q, whatever v is (on the device op-plugin makes it as
+    wide as v: FlashAttentionV2KernelNpuOpApi.cpp of 517f2e7d, lines 731-790), and knows no layout but BNSD, where it
+    comes to the statistics.
     """
     if call.name != "npu_fusion_attention_v2":
         return call.made
-    q = call.arguments["query"]
+    q, v = call.arguments["query"], call.arguments["value"]
+    assert call.made[0] == ((*q.shape[:-1], v.shape[-1]), q.dtype)
     statistic = ((q.shape[0], call.arguments["head_num"], q.shape[2], 8), torch.float32)
     if call.arguments["input_layout"] == "BNSD":
         assert call.made[1:] == (statistic, statistic)
-    return call.made[0], statistic, statistic
+    return (tuple(q.shape), q.dtype), statistic, statistic
 
 
 def test_every_layout_mode_and_dtype(npu_wheel: RealPools) -> None:
@@ -210,7 +209,7 @@ def whole_on_meta(here: Here, version: int) -> None:
         if version == 2 and tile.token_major:
             continue
         out, lse = kernel.forward(given.q, *given.tile, patch=tile.patch, scale=0.1)
-        assert (out.shape, out.dtype) == (given.q.shape, tile.dtype), tile
+        assert (out.shape, out.dtype) == (given.dout.shape, tile.dtype), tile
         assert (lse.shape, lse.dtype) == (given.q.shape[:3], torch.float32), tile
         if version == 1:
             made = kernel.backward(given.dout, given.q, *given.tile, lse, lse, patch=tile.patch, scale=0.1)

@@ -75,6 +75,8 @@ def _noted(name: str, schema: Any) -> Callable[..., Any]:
         check_device([given["input"], given["x2"]])
         _check(given)
         group = _group(given["hcom"], given["world_size"])
+        on = given["input"]._index
+        refuse(on != group.named_on, f"tensors on npu:{on}, and {given['hcom']!r} is of npu:{group.named_on}")
         return _gathered(given, group) if name == GATHER else _scattered(given, group)
 
     return call

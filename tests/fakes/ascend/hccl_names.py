@@ -2,7 +2,8 @@
 
 Ascend/pytorch 9e73e708: the method in torch_npu/csrc/distributed/Init.cpp:382-389, which makes the communicator unless
 it is told not to (init_comm=False gives ""), and ProcessGroupHCCL::getHcclCommName in ProcessGroupHCCL.cpp:3675-3725.
-That compares the rank with the current device, modulo the number of devices, and warns: here it is refused.
+That compares the rank with the current device, modulo the number of devices, and warns: here it is refused. The
+communicator is that of the current device: the group has one for each (devHCCLCommMap_, by getKeyFromDevices).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Named:
         if not self._met and not init_comm:
             return ""
         self._meet("get_hccl_comm_name")
+        self.named_on = module.current_device()
         name = f"emulated%{self.group_id}"
         named[name] = self
         return name

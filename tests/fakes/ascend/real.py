@@ -37,7 +37,7 @@ class Seen(NamedTuple):
 
 
 seen: list[Seen] = []
-_registered: list[torch.library.Library] = []
+registered: list[torch.library.Library] = []  # an operator lives as long as its library
 
 
 class RealPools(RankPools):
@@ -68,8 +68,13 @@ def load(here: Here, folder: Path) -> None:
         # It would ask the chip for its name, to warn of torch.compile.
         meta: Any = importlib.import_module("torch_npu.op_plugin.meta._meta_registrations")
     meta._npu_fusion_attention_warning_printed = True
+    register_goldens()
+
+
+def register_goldens() -> None:
+    """Lets our goldens compute the operators that the kernel uses, on CPU tensors; their calls are noted in `seen`."""
     library = torch.library.Library("npu", "IMPL")  # type: ignore[no-untyped-call]
-    _registered.append(library)
+    registered.append(library)
     for name in USED:
         library.impl(name, _noted(name), "CPU")  # type: ignore[no-untyped-call]
 

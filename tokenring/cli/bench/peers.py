@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from tokenring.cli.bench import flash_attn_cpu, torch_ring
 from tokenring.cli.bench.candidates import BHTD, THD, NotInstalled, NotRun, RacedSchedule, RaceNote, RaceSetting, Runner
+from tokenring.cli.bench.others import flash_attn_cpu, torch_ring
 from tokenring.cli.bench.results import PEER
 from tokenring.cli.bench.sleeping import Sleeping
 from tokenring.sequence.layout import make_layout

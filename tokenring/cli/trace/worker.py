@@ -154,7 +154,7 @@ def trace(case: RaceCase, cp: Clocked, tell: Tell) -> dict[str, Any] | None:
             rounds.append(_round(inputs, cp, mask, case.backward))
         del rounds[:WARM_UP_ROUNDS]
         q, k, v = inputs[:3]
-        request = make_request(q, k, v, cp, mask, None)
+        request = make_request(q, k, v, cp, mask, None, wants_lse=False)  # as the calls that were traced
     times = slowest([each.seconds for each in rounds])
     chosen = median_round(times)
     expected = simulated(cp, request)
