@@ -271,7 +271,7 @@ def test_an_error_that_is_kept_holds_no_work(name: str, monkeypatch: pytest.Monk
     transport = SimpleNamespace(lost=lambda *said: PeerLost(str(said), 1), exchange_text=lambda text, what: [text] * 2)
     cp: Any = SimpleNamespace(
         world_size=2, rank=0, group=None, turn=nullcontext(), timeout_seconds=1.0, transport=transport,
-        lengths=Lengths("contiguous", 0, 2),
+        made_transport=lambda device: transport, lengths=Lengths("contiguous", 0, 2),
     )
     monkeypatch.setattr(dist, name, start)
     function: Any = sharding._Gather if name == "all_gather" else sharding._Sum
