@@ -186,6 +186,27 @@ def test_only_a_cpu_waits_with_a_limit(device: str, limits: list[Any]) -> None:
     assert given == limits
 
 
+def test_a_lost_peer_is_named_without_making_a_transport() -> None:
+    """All ranks would have to come to that, and one is lost: take the one that there is for these tensors."""
+
+    class OfAccelerators:
+        world_size, rank = 2, 0
+
+        def made_transport(self, device: torch.device) -> Any:
+            return SimpleNamespace(lost=lambda peer, *said: PeerLost(f"rank {peer} {said}"))
+
+        @property
+        def transport(self) -> Any:
+            raise AssertionError("a transport was made")
+
+    def wait() -> None:
+        raise RuntimeError("the group has ended")
+
+    cp: Any = OfAccelerators()
+    with pytest.raises(PeerLost, match=r"rank 1 .*took part in unshard"):
+        sharding.finish(SimpleNamespace(wait=wait), cp, "unshard", torch.device("cuda"))
+
+
 def refused(here: Here, what: str) -> str:
     cp = here.cp(layout="zigzag")
     try:
@@ -250,7 +271,7 @@ def test_an_error_that_is_kept_holds_no_work(name: str, monkeypatch: pytest.Monk
     transport = SimpleNamespace(lost=lambda *said: PeerLost(str(said), 1), exchange_text=lambda text, what: [text] * 2)
     cp: Any = SimpleNamespace(
         world_size=2, rank=0, group=None, turn=nullcontext(), timeout_seconds=1.0, transport=transport,
-        lengths=Lengths("contiguous", 0, 2),
+        made_transport=lambda device: transport, lengths=Lengths("contiguous", 0, 2),
     )
     monkeypatch.setattr(dist, name, start)
     function: Any = sharding._Gather if name == "all_gather" else sharding._Sum

@@ -56,6 +56,8 @@ REFUSED = {
     (*SMALL, "--kv-heads", "3"): "8 query heads are not a multiple of 3 kv heads",
     ("--tokens", "2", "--ranks", "2"): "--tokens goes with --cached N, how many tokens are cached",
     ("--latents", "--ranks", "2"): "--latents goes with --cached N, how many tokens are cached",
+    ("--cached", "--help"): "argument --cached: expected one argument; see tokenring bench --cached N --help",
+    ("--operator", "--help"): "argument --operator: expected one argument; see tokenring bench --operator NAME --help",
     ("--cach", "1k", "--ranks", "2"): "write --cached in full: it has options of its own",
 }
 

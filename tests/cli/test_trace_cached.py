@@ -139,6 +139,7 @@ def test_command(tmp_path: Path, warm: str) -> None:
         (("auto", "--ranks", "2", "--tokens", "2"), "--tokens goes with --cached N, how many tokens are cached"),
         (("auto", "--ranks", "2", "--cach", "2"), "write --cached in full: it has options of its own"),
         (("auto", "--cached", "1001", "--ranks", "2"), "--cached 1001: 2 ranks have equal parts of it; give 1000"),
+        (SMALL, "required: WAY; see tokenring trace --cached N --help"),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, tuple) else "",
 )

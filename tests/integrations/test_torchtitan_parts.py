@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import wraps
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -178,7 +179,7 @@ def test_torchtitan_gets_its_own_back(titan: dict[str, ModuleType], monkeypatch:
     for setup in setups:
         model = config_with(tokenring_setup=setup.number())
         setup.replaced = ["its own"] * len(model.layers)
-        configs.append(SimpleNamespace(model_spec=SimpleNamespace(model=model)))
+        configs.append(SimpleNamespace(model_spec=SimpleNamespace(model=model), training=None))
     install()
     ours, cp = standing(titan), setups[0].context("self")
     for config, left in zip(configs, (ours, own), strict=True):
@@ -190,6 +191,21 @@ def test_torchtitan_gets_its_own_back(titan: dict[str, ModuleType], monkeypatch:
     titan["torchtitan.trainer"].Trainer.post_dataloading_process = another = lambda *_: None
     inputs._uninstall()
     assert standing(titan) == [own[0], another, *own[2:]]
+
+
+def test_what_others_wrapped_around_ours_stays(titan: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrappers have the attributes of what they wrap."""
+    monkeypatch.setattr(inputs, "_setups", {})
+    install()
+    for name in CALLERS:
+        ours = getattr(titan[name], NAME)
+        setattr(titan[name], NAME, wraps(ours)(lambda *given, ours=ours: ours(*given)))
+    stood = standing(titan)
+    install()
+    assert standing(titan) == stood
+    inputs._uninstall()
+    assert [getattr(titan[name], NAME) for name in CALLERS] == stood[::2]
+    assert not any(each in stood for each in standing(titan)[1::2])
 
 
 def test_contexts_that_are_closed_are_made_again() -> None:
@@ -220,5 +236,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_config_is_refused(titan: dict[str, ModuleType]) -> None:
-    with pytest.raises(ConfigurationError, match=r"got a object: give a Trainer\.Config"):
-        use_tokenring(object())
+    for call in (use_tokenring, stop_tokenring):
+        with pytest.raises(ConfigurationError, match=rf"{call.__name__} got a object: give a Trainer\.Config"):
+            call(object())

@@ -235,9 +235,10 @@ def finish(work: Any, cp: ContextParallel, what: str, device: torch.device) -> N
         else:
             work.wait()
     except RuntimeError as error:
-        assert cp.transport is not None  # there are several ranks
+        transport = cp.made_transport(device) or cp.transport  # to make one, all ranks would have to come
+        assert transport is not None  # there are several ranks
         peer = (cp.rank + 1) % cp.world_size
-        raise cp.transport.lost(peer, f"took part in {what}", one_line(error, MOST_SAID)) from None
+        raise transport.lost(peer, f"took part in {what}", one_line(error, MOST_SAID)) from None
     finally:
         del work  # an error that somebody keeps holds this frame, and must not hold what the group's threads work on
 

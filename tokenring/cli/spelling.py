@@ -82,6 +82,11 @@ def add_value_dim(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--value-dim", type=int, metavar="N", help="dimension of a head of values, as 128 (as --dim)")
 
 
+def new_tokens_text(tokens: int) -> str:
+    """Return how many tokens a step over a cache adds: 1 new token; 1,024 new tokens."""
+    return f"{tokens:,} new token{'' if tokens == 1 else 's'}"
+
+
 def heads_text(head_dim: int, value_dim: int) -> str:
     """Return the dimensions of a head as text: 128, or 192/128 where those of values are others."""
     return f"{head_dim}" if value_dim == head_dim else f"{head_dim}/{value_dim}"

@@ -47,7 +47,7 @@ def _show(report: CachedReport, options: argparse.Namespace, console: Console) -
 
 def _options(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="tokenring bench --cached",
+        prog="tokenring bench --cached N",
         description="Race ways to take a step over a KV cache, and a few lines by hand, on the same cache and tokens.",
         epilog="docs/inference.md describes the ways, docs/bench.md says how it measures.",
     )

@@ -21,6 +21,7 @@ from tokenring.cli.bench.candidates import WAIT_SECONDS, emulated
 from tokenring.cli.bench.race import SEED
 from tokenring.cli.bench.results import CachedCase
 from tokenring.cli.bench.sleeping import SleepingContext
+from tokenring.cli.spelling import new_tokens_text
 from tokenring.ir.cached_exchange import DIRECT_Q, ONE_SHOT, TWO_STEP
 from tokenring.runtime.cached_kernel import Partial, cached_partial
 
@@ -47,7 +48,7 @@ def why_not(case: CachedCase, name: str, ranks: int) -> str | None:
     if (home == "heads" or name == TWO_STEP) and case.heads % ranks:
         return f"it cuts query heads over the ranks, and {case.heads} do not divide over {ranks}"
     if home == "tokens" and case.tokens % ranks:
-        new = f"{case.tokens} new token{'' if case.tokens == 1 else 's'}"
+        new = new_tokens_text(case.tokens)
         return f"each rank has its part of the new tokens, and {new} cannot be cut over {ranks} ranks"
     return None
 

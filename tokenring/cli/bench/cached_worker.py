@@ -59,8 +59,9 @@ def raced(case: CachedCase, rank: int, ranks: int, tell: Tell) -> list[Entry]:
         if case.compute_tflops:
             kernel = SleepingPartial(case.compute_tflops)
             held.enter_context(cached_kernels(kernel, kernel.flash))
-        transport = tr.ContextParallel(transport=case.transport, timeout_seconds=WAIT_SECONDS).transport
-        step = CachedStep(case, tensors, context_of(case), transport or case.transport)
+        own = tr.ContextParallel(transport=case.transport, timeout_seconds=WAIT_SECONDS)
+        held.callback(own.close)
+        step = CachedStep(case, tensors, context_of(case), own.transport or case.transport)
         held.callback(step.close)
         racers = []
         for name in case.schedules:

@@ -114,7 +114,7 @@ def main(argv: list[str] | None, environment: Mapping[str, str]) -> int:
 
 def _options(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="tokenring bench --operator",
+        prog="tokenring bench --operator NAME",
         description="Race schedules of a linear layer or a collective against torch.distributed's collectives.",
         epilog="docs/bench.md says how it measures.",
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tokenring.cli.bench.results import ONE, OURS, PEER, WRONG, CachedCase, Entry, RaceCase, RaceMachine, RaceReport
-from tokenring.cli.spelling import heads_text
+from tokenring.cli.spelling import heads_text, new_tokens_text
 from tokenring.display.console import Console, Ink
 from tokenring.display.safe_text import plain
 
@@ -52,7 +52,7 @@ def case_text(case: RaceCase | CachedCase) -> str:
     batch = [f"batch {case.batch}"] if case.batch > 1 else []
     if isinstance(case, CachedCase):
         latents = " latents" if case.latents else ""
-        new = f"{case.tokens:,} new token{'' if case.tokens == 1 else 's'}"
+        new = new_tokens_text(case.tokens)
         return ", ".join([passes, f"{new} over {case.cached:,} cached{latents}", heads, case.dtype, *batch])
     return ", ".join([passes, f"{case.seq_len:,} tokens", heads, case.dtype, case.mask, *batch])
 

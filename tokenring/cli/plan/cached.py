@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from tokenring.cli.call_options import heads_of_latents
 from tokenring.cli.plan.options import DTYPES, first_ranks, several_hosts, where
-from tokenring.cli.spelling import check_counts, heads_text
+from tokenring.cli.spelling import check_counts, heads_text, new_tokens_text
 from tokenring.display.units import time_text
 from tokenring.errors import ConfigurationError
 from tokenring.planner.choosing.cached_calls import (
@@ -36,7 +36,6 @@ UNUSED = {  # options with a default, and why one that was given does not count
 FORMAT, VERSION = "tokenring-cached-plan", 1
 ONE_TOKEN = "1"
 UNITS = ("B", "kB", "MB", "GB", "TB")
-
 
 
 def check_tokens(options: argparse.Namespace) -> None:
@@ -107,9 +106,9 @@ def cached_report(call: CachedCall) -> str:
     heads = " ".join(f"{text:>9}" for text in ("time", "bound", "kernels", "exchange"))
     dims = heads_text(size.head_dim, size.value_dim)
     lines = [
-        f"attention of one layer, forward: batch {size.batch}, {_new(size.q_length)} over {size.kv_length:,} "
-        f"cached{'' if size.latent_dim is None else ' latents'}, {size.q_heads}:{size.kv_heads} heads × {dims}, "
-        f"{str(size.dtype).removeprefix('torch.')}",
+        f"attention of one layer, forward: batch {size.batch}, {new_tokens_text(size.q_length)} over "
+        f"{size.kv_length:,} cached{'' if size.latent_dim is None else ' latents'}, "
+        f"{size.q_heads}:{size.kv_heads} heads × {dims}, {str(size.dtype).removeprefix('torch.')}",
         f"on {call.interconnect.name}: {call.ranks} ranks; {call.machine.source}",
         f"{ways[0].name}: {_why(ways)}",
         "",
@@ -138,22 +137,20 @@ def _row(way: CachedWay) -> str:
 def _crossed(call: CachedCall) -> list[str]:
     cached, tokens = call.workload.kv_length, call.workload.q_length
     moves, several, two_step = crossovers(call)
-    q = "q moves, whatever the number of new tokens" if moves is None else f"q moves below {_new(moves)}"
+    q = "q moves, whatever the number of new tokens" if moves is None else f"q moves below {new_tokens_text(moves)}"
     if several is None:
         ranks = "one rank is faster, whatever is cached"
     else:
         ranks = f"{call.ranks} ranks are faster than one from {several:,} cached tokens on"
     more = "" if moves is None else ", the cache from there on"
-    steps = "in one round, whatever their number" if two_step is None else f"in two rounds from {_new(two_step)} on"
+    steps = "in one round, whatever their number"
+    if two_step is not None:
+        steps = f"in two rounds from {new_tokens_text(two_step)} on"
     return [
         f"over {cached:,} cached tokens {q}{more}",
-        f"with {_new(tokens)} {ranks}",
+        f"with {new_tokens_text(tokens)} {ranks}",
         f"of tokens that every rank has partial results are merged {steps}",
     ]
-
-
-def _new(tokens: int) -> str:
-    return f"{tokens:,} new token{'' if tokens == 1 else 's'}"
 
 
 def _bytes(count: float) -> str:

@@ -26,7 +26,7 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
 def options_of(argv: list[str]) -> argparse.Namespace:
     """Read the options of the command line."""
     parser = Parser(
-        prog="tokenring trace",
+        prog="tokenring trace --cached N",
         description="Take a step over a KV cache on real ranks, and show what each of them did when.",
         epilog="docs/inference.md describes the ways, docs/trace.md what is shown.",
     )

@@ -130,7 +130,7 @@ class NotingTransport:
 
 @contextmanager
 def noting(notes: Notes) -> Iterator[None]:
-    """StepNote the kernels and merges of steps over a cache."""
+    """Note the kernels and merges of steps over a cache; afterwards nothing is in front of them."""
 
     def kernel(real: Callable[..., Any]) -> Callable[..., Any]:
         def noted(q: torch.Tensor, k: torch.Tensor, *rest: Any, **how: Any) -> Any:

@@ -22,7 +22,7 @@ NAME = "prepare_context_parallel_input"  # of the function of torchtitan.distrib
 CALLERS = {"torchtitan.trainer": "Trainer", "torchtitan.components.validate": "Validator"}  # which import it by name
 METHOD = "post_dataloading_process"  # of theirs, which calls it
 SETUP = "tokenring_setup"  # field of the config of our inner attention: the number of its Setup
-OURS = "_of_tokenring"  # attribute of the function that stands there instead
+OURS = "_of_tokenring"  # attribute of the function that stands there instead: itself, as others' wrappers copy it
 
 # State of the process: setups by the numbers that configs hold, and the model whose batch is being prepared.
 _numbers = itertools.count(1)
@@ -123,7 +123,7 @@ def _uninstall() -> None:
         module = sys.modules.get(name)
         for owner, title in ((module, NAME), (getattr(module, kind, None), METHOD)):
             ours: Any = getattr(owner, title, None)
-            if hasattr(ours, OURS):
+            if hasattr(ours, OURS) and getattr(ours, OURS) is ours:
                 setattr(owner, title, ours.__wrapped__)
 
 
@@ -142,7 +142,7 @@ def noting_model(method: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _model.reset(token)
 
-    setattr(noted, OURS, True)
+    setattr(noted, OURS, noted)
     return noted
 
 
@@ -169,5 +169,5 @@ def in_front_of(own: Callable[..., Any]) -> Callable[..., Any]:
             return found
         return cut_batch(inputs, labels, extra_kwargs, setup.context(cp_mesh), windows=setup.windows)
 
-    setattr(prepare_context_parallel_input, OURS, True)
+    setattr(prepare_context_parallel_input, OURS, prepare_context_parallel_input)
     return prepare_context_parallel_input

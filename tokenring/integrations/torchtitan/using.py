@@ -28,13 +28,8 @@ def use_tokenring(
     ConfigurationError for another config; BackendUnavailable without torchtitan.
     """
     check_version(any_version)
-    spec = getattr(config, "model_spec", None)
-    if spec is None or not hasattr(config, "training"):
-        raise ConfigurationError(
-            f"use_tokenring got a {type(config).__qualname__}: give a Trainer.Config of torchtitan with its model_spec"
-        )
-    prepare_model(spec.model, layout=layout, any_model=any_model, **options)
-    config.training.disable_cuda_graphs = True
+    prepare_model(_model_of(config, "use_tokenring"), layout=layout, any_model=any_model, **options)
+    config.training.disable_cuda_graphs = True  # type: ignore[attr-defined]
     return config
 
 
@@ -43,8 +38,20 @@ def stop_tokenring(config: Any) -> None:
 
     Models that were built of it, and of its copies, train no more. Once no config of the process is changed,
     torchtitan's Trainer and Validator have their own functions again. training.disable_cuda_graphs stays True.
+
+    Raises ConfigurationError for what is no Trainer.Config, and for copies of a config that was given back.
     """
-    give_back(config.model_spec.model)
+    give_back(_model_of(config, "stop_tokenring"))
+
+
+def _model_of(config: Any, call: str) -> Any:
+    """Return the model's config in a Trainer.Config of torchtitan. Raises ConfigurationError for what is none."""
+    spec = getattr(config, "model_spec", None)
+    if spec is None or not hasattr(config, "training"):
+        raise ConfigurationError(
+            f"{call} got a {type(config).__qualname__}: give a Trainer.Config of torchtitan with its model_spec"
+        )
+    return spec.model
 
 
 def prepare_model(model: Any, *, layout: Any = "auto", any_model: bool = False, **options: Any) -> None:
