@@ -81,7 +81,6 @@ class LinkOfTwo:
 
     def prepare(self, needed: Iterable[Link], device: torch.device) -> None:
         """Connect nobody: time of transports is apart."""
-        self.links = len(list(needed))
 
     def _with(self, others: bytes, own: bytes) -> list[bytes]:
         self._link.send_bytes(own)

@@ -26,7 +26,7 @@ from tokenring.backends.control.sockets import CONNECTS, interfaces
 from tokenring.backends.control.store_gather import STORE_SECONDS, StoreSilent, bounded, forget
 from tokenring.backends.interfaces import Work
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, one_line
-from tokenring.ir.schedule_data import PARTIALS, REQUESTS
+from tokenring.ir.schedule_data import CHANNELS
 from tokenring.launch.groups import held
 from tokenring.lowering.target import Target
 
@@ -124,7 +124,7 @@ class GlooTransport(Controlled):
         self._apart = Apart.where_needed(self.control, group)
 
     def _connect(self) -> dict[str, Any]:
-        names = {channel: f"{channel}/{self._generation}" for channel in (REQUESTS, PARTIALS)}
+        names = {channel: f"{channel}/{self._generation}" for channel in CHANNELS}
         return {channel: connect(self.control, self._group, name) for channel, name in names.items()}
 
     def send(self, data: torch.Tensor, dst: int, channel: str, label: str) -> Work:

@@ -43,7 +43,7 @@ from tokenring.backends.transports.hccl_environment import (
     watchdog_seconds,
 )
 from tokenring.errors import MOST_SAID, BackendUnavailable, ConfigurationError, PeerLost, one_line
-from tokenring.ir.schedule_data import PARTIALS, REQUESTS
+from tokenring.ir.schedule_data import CHANNELS
 from tokenring.launch.groups import held
 from tokenring.lowering.footprint import connections
 from tokenring.lowering.target import Link, Target
@@ -135,7 +135,7 @@ class HcclTransport(Accelerated):
 
     def _lanes(self) -> list[str]:
         """List the groups, each with a communicator for each pair that uses it."""
-        return sorted({self._lane(channel, *ends) for channel in (REQUESTS, PARTIALS) for ends in ((0, 1), (1, 0))})
+        return sorted({self._lane(channel, *ends) for channel in CHANNELS for ends in ((0, 1), (1, 0))})
 
     def _lane(self, channel: str, src: int, dst: int) -> str:
         """Return the name of the group in which a message goes."""

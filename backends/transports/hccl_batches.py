@@ -28,7 +28,7 @@ from tokenring.backends.interfaces import Work
 from tokenring.backends.transports.hccl import LATE, HcclTransport
 from tokenring.backends.transports.hccl_environment import GROUP_MEGABYTES, MEGABYTE, group_bytes
 from tokenring.errors import ConfigurationError
-from tokenring.ir.schedule_data import PARTIALS, REQUESTS
+from tokenring.ir.schedule_data import CHANNELS
 from tokenring.lowering.rounds import PostEnd, batches
 from tokenring.lowering.target import Link, Target
 
@@ -83,7 +83,7 @@ class HcclBatchTransport(HcclTransport):
         return replace(found, connection_bytes=group_bytes(environment), one_pair=found.most_connections is not None)
 
     def _lanes(self) -> list[str]:
-        return [REQUESTS, PARTIALS]
+        return list(CHANNELS)
 
     def _lane(self, channel: str, src: int, dst: int) -> str:
         return channel

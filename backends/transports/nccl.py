@@ -34,7 +34,7 @@ from tokenring.backends.interfaces import Work
 from tokenring.backends.transports import driver
 from tokenring.backends.transports.accelerated import TAG, Accelerated, from_the_post
 from tokenring.errors import BackendUnavailable, ConfigurationError, PeerLost
-from tokenring.ir.schedule_data import PARTIALS, REQUESTS
+from tokenring.ir.schedule_data import CHANNELS
 from tokenring.launch.background import Background
 from tokenring.launch.groups import held
 from tokenring.lowering.target import Link, Target
@@ -83,7 +83,7 @@ class NcclTransport(Watched, Accelerated):
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self._apart = Apart.where_needed(self.control, group)
-        self._groups = {channel: self._make(group, channel) for channel in (REQUESTS, PARTIALS)}
+        self._groups = {channel: self._make(group, channel) for channel in CHANNELS}
         self._open: dict[str, Together] = {}  # by channel: what has been posted and has not begun
         self._connected: set[Link] = set()
         self._device: torch.device | None = None  # of the tensors that it moves

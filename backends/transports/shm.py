@@ -20,7 +20,7 @@ from tokenring.backends.control.failure_board import SLICE_SECONDS, ShmFailureBo
 from tokenring.backends.control.segments import SEMAPHORE_BYTES, Segment, Semaphore
 from tokenring.backends.interfaces import Work
 from tokenring.errors import BackendUnavailable, ConfigurationError
-from tokenring.ir.schedule_data import PARTIALS, REQUESTS
+from tokenring.ir.schedule_data import CHANNELS
 from tokenring.launch.groups import held
 from tokenring.lowering.target import Target
 from tokenring.weak_method import weakly
@@ -28,7 +28,6 @@ from tokenring.weak_method import weakly
 if TYPE_CHECKING:
     from tokenring.launch.groups import Held
 
-CHANNELS = (REQUESTS, PARTIALS)
 RING = 32  # receives of one pair and channel whose places can be known ahead; more wait here
 ENTRY = struct.Struct("qqq")  # number of the heap, offset, size in bytes
 LINE_BYTES = 2 * SEMAPHORE_BYTES + -(-RING * ENTRY.size // SEMAPHORE_BYTES) * SEMAPHORE_BYTES

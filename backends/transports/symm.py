@@ -29,7 +29,7 @@ from tokenring.backends.transports import memory_trial as trial
 from tokenring.backends.transports.accelerated import check_movable, elsewhere
 from tokenring.backends.transports.onesided import Line, OwnMemory, Receiving, Sending, Words
 from tokenring.errors import ConfigurationError, UnsupportedError
-from tokenring.ir.schedule_data import PARTIALS, REQUESTS
+from tokenring.ir.schedule_data import CHANNELS
 from tokenring.launch.groups import held
 from tokenring.lowering.mailboxes import Mailboxes, lay
 from tokenring.lowering.target import Link, Target
@@ -37,7 +37,6 @@ from tokenring.lowering.target import Link, Target
 if TYPE_CHECKING:
     from tokenring.launch.groups import Held
 
-CHANNELS = (REQUESTS, PARTIALS)
 T = TypeVar("T")
 NOT_CAPTURED = (
     "messages of transport {!r} cannot be captured in a graph here, {} fails on {}: call attention without a capture"

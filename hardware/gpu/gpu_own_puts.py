@@ -16,8 +16,8 @@ from tokenring.backends.devices import DeviceRuntime
 from tokenring.backends.interfaces import Landing
 from tokenring.backends.transports import driver
 from tokenring.backends.transports.onesided import OneSidedMemory, Receiving, Sending, Words
-from tokenring.backends.transports.symm import CHANNELS
 from tokenring.backends.transports.symmetric import CLEAR
+from tokenring.ir.schedule_data import CHANNELS
 from tokenring.lowering.target import Target
 
 HEAP_BYTES = 16 << 20

@@ -18,7 +18,8 @@ from tokenring.backends.control.control import Control
 from tokenring.backends.control.segments import Segment
 from tokenring.backends.transports.nvshmem import NvshmemTransport
 from tokenring.backends.transports.onesided import OwnMemory
-from tokenring.backends.transports.symm import CHANNELS, SymmTransport
+from tokenring.backends.transports.symm import SymmTransport
+from tokenring.ir.schedule_data import CHANNELS
 from tokenring.lowering.mailboxes import BOXES, Mailboxes
 
 NETWORK = 3  # how many things fly at once

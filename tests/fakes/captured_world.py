@@ -33,8 +33,9 @@ from stream_world import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tokenring.backends.transports.onesided import Words
-from tokenring.backends.transports.symm import CHANNELS, SymmTransport
+from tokenring.backends.transports.symm import SymmTransport
 from tokenring.errors import PeerLost
+from tokenring.ir.schedule_data import CHANNELS
 from tokenring.launch.groups import HeldGroup
 
 SECONDS = 60.0

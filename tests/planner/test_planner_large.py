@@ -254,7 +254,7 @@ class _Connecting:
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         """Return what all ranks say, by rank."""
-        said = [message_groups.first_sends(self.whole, rank, BOTH[0]) for rank in range(64)]
+        said = [message_groups.first_sends(links(self.whole, BOTH[:1]), rank) for rank in range(64)]
         assert said[self.rank] == payload
         return said
 

@@ -11,9 +11,7 @@ from ranks import PEER_SECONDS
 
 from tokenring.backends.interfaces import Transport
 from tokenring.backends.registry import make_transport
-from tokenring.ir.schedule_data import PARTIALS, REQUESTS
-
-CHANNELS: tuple[str, ...] = (REQUESTS, PARTIALS)
+from tokenring.ir.schedule_data import CHANNELS
 
 
 def device_of(name: str) -> torch.device:

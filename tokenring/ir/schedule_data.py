@@ -27,6 +27,7 @@ Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 REQUESTS = "requests"
 PARTIALS = "partials"
+CHANNELS = (REQUESTS, PARTIALS)
 Joined = tuple[int, int, int]  # owner, head group and piece of units that a tile reads together with others
 Runs = tuple[tuple[int, int], ...]  # rows [start, stop) of a unit: ascending, with rows between them that are left out
 PARTIAL_OF: dict[str, Kind] = {"q": "q_partial", "kv": "kv_partial"}

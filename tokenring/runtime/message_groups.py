@@ -7,16 +7,16 @@ want to know beside single messages: where all go, which begin together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from tokenring.backends.interfaces import Transport, Work
-from tokenring.ir.schedule_data import PARTIALS, REQUESTS
+from tokenring.ir.schedule_data import CHANNELS
 from tokenring.lowering.program import ALL_GATHER, BUNDLE, Collective, Instruction, Pack, Program, Recv, Send, Wait
-from tokenring.lowering.target import Contacts, beyond, contacts, links
+from tokenring.lowering.target import Contacts, Link, beyond, contacts, links
 from tokenring.runtime.call import ActiveCall, Step
 from tokenring.runtime.pool import Landed, Views
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from tokenring.ir.schedule_data import Pass, ScheduleData
 
 COUNTED_RANKS = 256  # of which each finds the links of all by itself; of more, that takes seconds
-CHANNELS = (REQUESTS, PARTIALS)
 RANK_BYTES = 4
 
 T = TypeVar("T")
@@ -56,7 +55,7 @@ def _own(transport: Transport, schedule: ScheduleData, direction: Pass) -> Conta
     where a transport makes one communicator for a channel, all ranks must come.
     """
     own = {each for each in links(schedule.of_rank(transport.rank), (direction,)) if transport.rank in each[:2]}
-    word = first_sends(schedule, transport.rank, direction)
+    word = first_sends(own, transport.rank)
     for src, said in enumerate(transport.exchange(word, "the connections")):
         for at, channel in enumerate(CHANNELS):
             dst = int.from_bytes(said[at * RANK_BYTES : (at + 1) * RANK_BYTES], "little")
@@ -65,10 +64,10 @@ def _own(transport: Transport, schedule: ScheduleData, direction: Pass) -> Conta
     return Contacts(frozenset(own))
 
 
-def first_sends(schedule: ScheduleData, rank: int, direction: Pass) -> bytes:
+def first_sends(some: Iterable[Link], rank: int) -> bytes:
     """Return the first rank to which a rank sends in each channel, as it tells others; itself where there is none."""
-    own = [each for each in links(schedule.of_rank(rank), (direction,)) if each[0] == rank]
-    first = (min((dst for _, dst, of in own if of == channel), default=rank) for channel in CHANNELS)
+    sent = [(dst, channel) for src, dst, channel in some if src == rank]
+    first = (min((dst for dst, of in sent if of == channel), default=rank) for channel in CHANNELS)
     return b"".join(each.to_bytes(RANK_BYTES, "little") for each in first)
 
 

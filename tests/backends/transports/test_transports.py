@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 import torch.distributed as dist
-from every_link import CHANNELS, device_of, new
+from every_link import device_of, new
 from machines import APART
 from patience import patient
 from ranks import CALL_SECONDS, Here, RankPools
@@ -24,7 +24,7 @@ from ranks import CALL_SECONDS, Here, RankPools
 from tokenring import ConfigurationError, PeerLost
 from tokenring.backends.control.control import PAYLOAD_BYTES
 from tokenring.backends.interfaces import Transport, Work
-from tokenring.ir.schedule_data import PARTIALS, REQUESTS
+from tokenring.ir.schedule_data import CHANNELS, PARTIALS, REQUESTS
 
 NAMES = ("gloo", APART, "shm")
 LIMIT_SECONDS = 1.0  # of transports whose peers do not answer; more where others need it (`patience`)
