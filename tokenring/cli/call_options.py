@@ -21,6 +21,7 @@ from tokenring.errors import ConfigurationError
 from tokenring.nearest import hint
 from tokenring.sequence.sizes import read_size
 
+CACHED = "--cached"  # a step over a KV cache, with options of its own
 CACHED_SEEN = "new tokens see all that is cached and each other up to themselves"
 UNCACHED = {  # options of calls without a cache: the argument that reads them, and why they do not go with --cached
     "seq": (("--seq", "--seq-len"), "its lengths are those of --cached N and --tokens N"),
@@ -59,6 +60,12 @@ def with_printed(options: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
+def check_rounds(options: argparse.Namespace) -> None:
+    """Raise ConfigurationError unless --rounds is positive."""
+    if options.rounds < 1:
+        raise ConfigurationError(f"--rounds {options.rounds}: use 1 or more")
+
+
 def check_transport(name: str) -> None:
     """Raise ConfigurationError unless --transport is "auto" or the name of one."""
     from tokenring.lowering.backend_names import TRANSPORTS
@@ -84,8 +91,7 @@ def check_call(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     mask = parse_mask(options.mask)
     mask.check_length(options.seq)
     layout_of(options.layout, ranks, options.seq, mask)
-    if options.rounds < 1:
-        raise ConfigurationError(f"--rounds {options.rounds}: use 1 or more")
+    check_rounds(options)
     if options.pieces is not None and options.pieces < 1:
         raise ConfigurationError(f"--pieces {options.pieces}: use 1 or more")
     check_transport(options.transport)
@@ -96,6 +102,17 @@ def check_call(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 
 # ---------- a step over a KV cache
+
+
+def add_cached_hint(parser: argparse.ArgumentParser, does: str, example: str) -> None:
+    """Add --cached and its options to a command of other calls, whose help names them; `refuse_cached` refuses them.
+
+    does: what the command does to a step. example: whose help has the options.
+    """
+    add = parser.add_argument
+    add(CACHED, metavar="N", help=f"{does} a KV cache of N tokens, as in decode: {example} --help")
+    add("--tokens", metavar="N", help="new tokens over --cached (1)")
+    add("--latents", action="store_true", help="--cached is of latents")
 
 
 def add_cached_options(parser: argparse.ArgumentParser, unused: Iterable[str]) -> None:
@@ -151,8 +168,7 @@ def cached_call_fields(options: argparse.Namespace, ranks: int) -> dict[str, Any
         options.batch, tokens, cached, options.heads, kv_heads, options.dim, getattr(torch, dtype), value_dim,
         options.dim if options.latents else None,
     )  # fmt: skip
-    if options.rounds < 1:
-        raise ConfigurationError(f"--rounds {options.rounds}: use 1 or more")
+    check_rounds(options)
     check_transport(options.transport)
     sizes = {"tokens": tokens, "cached": cached, "heads": options.heads, "kv_heads": kv_heads, "dtype": dtype}
     sizes |= {"head_dim": options.dim, "value_dim": value_dim, "latents": options.latents, "batch": options.batch}

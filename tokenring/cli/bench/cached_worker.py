@@ -63,9 +63,7 @@ def raced(case: CachedCase, rank: int, ranks: int, tell: Tell) -> list[Entry]:
         held.callback(own.close)
         step = CachedStep(case, tensors, context_of(case), own.transport or case.transport)
         held.callback(step.close)
-        racers = []
-        for name in case.schedules:
-            racers.append(_way(case, step, name, wanted))
+        racers = [_way(case, step, name, wanted) for name in case.schedules]
         racers.append(_hand(case, tensors, wanted, kernel))
         return in_turns(RaceSetting(case, rank, ranks), racers, tell)  # type: ignore[arg-type]
 

@@ -13,7 +13,15 @@ from tokenring.cli.bench.emulate import add_options, check_options, start
 from tokenring.cli.bench.picture import to_svg
 from tokenring.cli.bench.results import RaceCase, RaceReport
 from tokenring.cli.bench.table import shown, table
-from tokenring.cli.call_options import add_call_options, add_report_options, check_call, refuse_cached, with_printed
+from tokenring.cli.call_options import (
+    CACHED,
+    add_cached_hint,
+    add_call_options,
+    add_report_options,
+    check_call,
+    refuse_cached,
+    with_printed,
+)
 from tokenring.display.console import Console, Parser
 from tokenring.errors import ConfigurationError
 from tokenring.launch.command import Command, ranks_started
@@ -21,7 +29,7 @@ from tokenring.nearest import hint
 from tokenring.schedule.families.registry import FAMILIES, family_of, forms, is_known, parse
 
 MODULE = "tokenring.cli.bench.worker"
-OPERATOR, CACHED = "--operator", "--cached"  # races of their own, with options of their own
+OPERATOR = "--operator"  # a race of its own, with options of its own
 
 
 def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
@@ -64,9 +72,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add(OPERATOR, metavar="NAME",
         help="race column, row, all-reduce, reduce-scatter or all-gather: --operator column --help")  # fmt: skip
-    add(CACHED, metavar="N", help="race ways to attend to a KV cache of N tokens, as in decode: --cached 8k --help")
-    add("--tokens", metavar="N", help="new tokens over --cached (1)")
-    add("--latents", action="store_true", help="--cached is of latents")
+    add_cached_hint(parser, "race ways to attend to", "--cached 8k")
     add("--rounds", type=int, default=11, metavar="N", help="timed rounds (11)")
     add("--schedules", default="all", metavar="NAMES",
         help="tokenring's, separated by commas; all: the best of each family that fits, and auto (all)")  # fmt: skip

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from tokenring.cli.bench.emulate import add_options, check_options, start
-from tokenring.cli.bench.results import MEASURED, PEER, Entry, RaceMachine, RaceReport
+from tokenring.cli.bench.results import MEASURED, PEER, Entry, RaceMachine, RaceReport, with_shape
 from tokenring.cli.bench.table import GAP, bytes_text, count, machine_text, ms, shown
-from tokenring.cli.call_options import add_report_options, check_transport, with_printed
+from tokenring.cli.call_options import add_report_options, check_rounds, check_transport, with_printed
 from tokenring.cli.operator_names import COLLECTIVES, operator_name
 from tokenring.cli.spelling import DTYPES, SIZES_TEXT, add_dtype, add_passes
 from tokenring.display.console import Console, Ink, Parser
@@ -56,8 +56,7 @@ class OperatorCase:
     @classmethod
     def of(cls, values: dict[str, Any]) -> OperatorCase:
         """Return the case whose values asdict gave."""
-        shape = values.get("emulate")
-        return cls(**{**values, "emulate": None if shape is None else Shape(**shape)})
+        return cls(**with_shape(values))
 
 
 @dataclass(frozen=True)
@@ -149,8 +148,7 @@ def _case(started: bool, options: argparse.Namespace, ranks: int) -> OperatorCas
         raise ConfigurationError("--compute lets attention kernels sleep; products of --operator NAME are computed")
     if options.dtype == "fp16":
         raise UnsupportedError(f"--dtype fp16: --operator {name} takes fp32 and bf16")
-    if options.rounds < 1:
-        raise ConfigurationError(f"--rounds {options.rounds}: use 1 or more")
+    check_rounds(options)
     check_transport(options.transport)
     sizes = {each: read_size(f"--{each}", getattr(options, each) or default) for each, default in (
         ("seq", SEQ), ("features", FEATURES), ("width", WIDTH), ("bytes", BYTES))}  # fmt: skip

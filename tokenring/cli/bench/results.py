@@ -17,6 +17,12 @@ MEASURED, WRONG, SKIPPED, MISSING, FAILED = "measured", "wrong", "skipped", "not
 ERROR_LIMITS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # above, a result is wrong
 
 
+def with_shape(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a case that asdict gave, with the shape of emulated links, if there is one."""
+    shape = values.get("emulate")
+    return {**values, "emulate": None if shape is None else Shape(**shape)}
+
+
 @dataclass(frozen=True)
 class RaceCase:
     """A case of the benchmark: the call that is computed, by which schedules and peers, and how often."""
@@ -51,8 +57,7 @@ class RaceCase:
     @classmethod
     def of(cls, values: dict[str, Any]) -> RaceCase:
         """Return the case whose values asdict gave."""
-        shape = values.get("emulate")
-        return cls(**{**values, "emulate": None if shape is None else Shape(**shape)})
+        return cls(**with_shape(values))
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,7 @@ class CachedCase:
     @classmethod
     def of(cls, values: dict[str, Any]) -> CachedCase:
         """Return the case whose values asdict gave."""
-        shape = values.get("emulate")
-        return cls(**{**values, "emulate": None if shape is None else Shape(**shape)})
+        return cls(**with_shape(values))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenring.cli.bench.results import RaceCase
-from tokenring.cli.call_options import add_call_options, check_call, refuse_cached
+from tokenring.cli.call_options import CACHED, add_cached_hint, add_call_options, check_call, refuse_cached
 from tokenring.cli.trace.cached import add_outputs, case_of, options_of
 from tokenring.cli.trace.chrome import to_chrome
 from tokenring.cli.trace.picture import simulation_of, timeline_of, to_svg
@@ -21,7 +21,6 @@ from tokenring.errors import ConfigurationError
 from tokenring.launch.command import Command
 
 MODULE, MODULE_OF_CACHED = "tokenring.cli.trace.worker", "tokenring.cli.trace.cached_worker"
-CACHED = "--cached"  # a step over a cache, with options of its own
 
 
 def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
@@ -64,9 +63,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add("--layout", default="zigzag", metavar="NAME", help="auto, contiguous, zigzag, striped, or zigzag/2 (zigzag)")
     add("--transport", default="auto", metavar="NAME", help="auto, or a transport's name (auto)")
     add("--pieces", type=int, metavar="N", help="in how many parts each chunk moves (the schedule decides)")
-    add(CACHED, metavar="N", help="trace a step over a KV cache of N tokens, as in decode: auto --cached 8k --help")
-    add("--tokens", metavar="N", help="new tokens over --cached (1)")
-    add("--latents", action="store_true", help="--cached is of latents")
+    add_cached_hint(parser, "trace a step over", "auto --cached 8k")
     add("--rounds", type=int, default=5, metavar="N", help="calls to choose the one with the median time from (5)")
     add_outputs(parser)
     return parser.parse_args(argv)
