@@ -26,7 +26,7 @@ LIMIT_SECONDS = 600.0
 
 
 class Rank:
-    """What a meeting asks of a group."""
+    """A stand-in for a group, as far as a meeting asks it."""
 
     def __init__(self, rank: int, world_size: int, port: int) -> None:
         self.rank, self.world_size = rank, world_size

@@ -54,7 +54,7 @@ def layer(operator: str, made: Any, device: str, timed: tuple[int, int, int] = T
 
 
 def largest(number: float) -> float:
-    """Of all ranks."""
+    """Return the largest of all ranks."""
     found = torch.tensor(number, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)

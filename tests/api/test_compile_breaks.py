@@ -68,7 +68,7 @@ def both_ways(here: Here, make: Callable[[Here], Call]) -> tuple[list[Tensors], 
 
 @pytest.mark.parametrize("make", [layers, cached, engine])
 def test_graphs_break_for_the_call_alone(make: Callable[[Here], Call], ranks: RankPools) -> None:
-    """What is compiled is the caller's: the function, and what is left of it after each break."""
+    """Only the caller's frames are compiled: the function, and what is left of it after each break."""
     for (plain, compiled), warned, frames in ranks(2).within(CALL_SECONDS, both_ways, make):
         for a, b in zip(plain, compiled, strict=True):
             assert torch.equal(a, b)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,17 +75,22 @@ def test_gradients_beside_fsdp_are_those_of_one_process(
             assert torch.allclose(each, parameter.grad, rtol=1e-5)  # type: ignore[arg-type]
 
 
+def answer(check: Callable[..., None], *given: Any) -> str:
+    """Return what a check refuses, or "fine"."""
+    try:
+        check(*given)
+    except ConfigurationError as error:
+        return str(error)
+    return "fine"
+
+
 def told(here: Here, over: str, gradients: GradientReduction, layers: bool, every: Any = None) -> list[str]:
     """What check_joined says of a model before, within and after a forward pass."""
     meshes, cp = grid(here)
     model, said = sharded(meshes.get(over), layers=layers), []
 
     def ask(*_: Any) -> None:
-        try:
-            check_joined(model, cp, gradients, every)
-            said.append("fine")
-        except ConfigurationError as error:
-            said.append(str(error))
+        said.append(answer(check_joined, model, cp, gradients, every))
 
     ask()
     model.register_forward_pre_hook(ask)
@@ -124,7 +130,7 @@ def test_a_trainer_wants_the_mean_of_all_ranks(over: str, fine: bool, ranks: Ran
 
 
 def told_of_a_part(here: Here, gradients: GradientReduction, change: str) -> list[str]:
-    """What check_joined says within and after a pass of a model of whose layers FSDP2 shards the first two."""
+    """Return what check_joined says within and after a pass of a model of whose layers FSDP2 shards the first two."""
     meshes, cp = grid(here)
     model, said = made(), []
     if change == "tied":
@@ -133,11 +139,7 @@ def told_of_a_part(here: Here, gradients: GradientReduction, change: str) -> lis
     outer = torch.nn.Sequential(model)
 
     def ask(*_: Any) -> None:
-        try:
-            check_joined(model, cp, gradients)
-            said.append("fine")
-        except ConfigurationError as error:
-            said.append(str(error))
+        said.append(answer(check_joined, model, cp, gradients))
 
     model.register_forward_pre_hook(ask)
     if change != "tied":
@@ -168,16 +170,12 @@ def test_what_fsdp_leaves_alone_is_refused(
 
 
 def told_in_ddp(here: Here, over: str, gradients: GradientReduction, every: Any = None) -> list[str]:
-    """What check_joined says of a model in the forward pass of DDP over some ranks, and after it."""
+    """Return what check_joined says of a model in the forward pass of DDP over some ranks, and after it."""
     meshes, cp = grid(here)
     model, said = made(), []
 
     def ask(*_: Any) -> None:
-        try:
-            check_joined(model, cp, gradients, every)
-            said.append("fine")
-        except ConfigurationError as error:
-            said.append(str(error))
+        said.append(answer(check_joined, model, cp, gradients, every))
 
     model.register_forward_pre_hook(ask)
     loss(DistributedDataParallel(model, process_group=meshes[over].get_group()), here.rank)
@@ -209,11 +207,7 @@ def added_up(here: Here) -> str:
     meshes, cp = grid(here)
     model = sharded(meshes["all"], layers=True)
     torch.autograd.backward(loss(model, here.rank))
-    try:
-        add_up_gradients(model, cp)
-    except ConfigurationError as error:
-        return str(error)
-    return "joined twice"
+    return answer(add_up_gradients, model, cp)
 
 
 def test_gradients_are_not_joined_twice(ranks: RankPools) -> None:
@@ -221,16 +215,12 @@ def test_gradients_are_not_joined_twice(ranks: RankPools) -> None:
 
 
 def wrapped(here: Here) -> list[str]:
-    """What check_wrapped says of a model with and without what joins its gradients."""
+    """Return what check_wrapped says of a model with and without what joins its gradients."""
     meshes, _ = grid(here)
     said = []
     for model in (made(), DistributedDataParallel(made()), sharded(meshes["all"], layers=False)):
         for each in (model, torch.nn.Sequential(model)):  # as torch.compile wraps it once more
-            try:
-                check_wrapped(each)
-                said.append("fine")
-            except ConfigurationError as error:
-                said.append(str(error))
+            said.append(answer(check_wrapped, each))
     return said
 
 

@@ -197,7 +197,7 @@ class Bare(TokenRingTrainerMixin):
 
 
 def cut_to_train(here: Here) -> tuple[str, ...]:
-    """What is said of a batch that a model trains on: without gradients, with DDP, and without it."""
+    """Return what is said of a batch that a model trains on: without gradients, with DDP, and without it."""
     made, batch, said = Bare(make_model("llama"), here.cp()), make_batch("dense"), []
     for model, trains in ((made.model, False), (DistributedDataParallel(made.model), True), (made.model, True)):
         try:

@@ -1,4 +1,4 @@
-"""What is unknown of linear layers over NPUs: the vendor's fused operators, and how our schedules stand beside them."""
+"""Ask what is unknown of linear layers over NPUs: the vendor's fused operators, and ours beside them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from npu_smoke.verdicts import MEASURED, OPEN, OTHERWISE, Found, Unknown, Verdic
 
 
 def _exact(found: Found) -> Verdict:
-    """Of MC2, in bf16."""
+    """Judge MC2, in bf16."""
     if "mc2" in found["failed"]:
         return Verdict(OTHERWISE, f"MC2 fails: {found['failed']['mc2']}")
     if "mc2" in found["left"]:
@@ -19,7 +19,7 @@ def _exact(found: Found) -> Verdict:
 
 
 def _ours(found: Found) -> Verdict:
-    """Of our schedules, in bf16."""
+    """Judge our schedules, in bf16."""
     errors = {name: max(each.values()) for name, each in found["errors"].items() if name != "mc2"}
     left = {name: why for name, why in found["left"].items() if name != "mc2"}
     text = ", ".join([*(f"{name} {each:.1e}" for name, each in errors.items()),

@@ -128,7 +128,7 @@ def test_exact(npus: NpuPools, world: int, offer: str) -> None:
 
 
 class Asked(NamedTuple):
-    """Of a layer: which of its two inputs want gradients, and what backward then runs, with how many gatherings."""
+    """A layer, which of its two inputs want gradients, and what backward then runs, with how many gatherings."""
 
     layer: str
     x: bool
@@ -191,7 +191,7 @@ def test_gradients_of_weights_go_into_main_grad(npus: NpuPools) -> None:
 
 
 def waiting(here: Here) -> list[str]:
-    """What the host waits for in both passes of both layers, once the ranks have met."""
+    """Return what the host waits for in both passes of both layers, once the ranks have met."""
     of = given(sizes_of(here.world_size), BF16)
     with parallel(here) as tp:
         x, w1, w2 = (part(each, tp, dim).requires_grad_() for each, dim in ((of.x, 1), (of.w1, 0), (of.w2, 1)))
@@ -221,7 +221,7 @@ def test_tensors_of_any_strides(npus: NpuPools) -> None:
 
 
 def compiled_operators(here: Here, keep: bool) -> tuple[list[str], list[float], bool]:
-    """What compiled graphs call, for two weights at once: [D, N] of any strides."""
+    """Call what compiled graphs do, for two weights at once: [D, N] of any strides."""
     of = given(sizes_of(here.world_size), BF16)
     with parallel(here) as tp:
         x, c = of.x.flatten(0, 1), torch.nn.functional.linear(of.x, of.w1).flatten(0, 1)

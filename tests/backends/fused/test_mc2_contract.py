@@ -1,4 +1,4 @@
-"""What MC2 takes, by device, ranks, dtype and length of sums; its signatures; and what its stand-in refuses."""
+"""Check what MC2 takes, by device, ranks, dtype and length of sums; its signatures; what its stand-in refuses."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def test_a_rank_that_is_gone_is_named_before_an_operator_begins(npus: NpuPools) 
 
 
 def fallen(here: Here, mutant: str) -> str:
-    """What the emulation says of code with something wrong in it."""
+    """Return what the emulation says of code with something wrong in it."""
     with pytest.raises(tr.PeerLost) as caught, parallel(here) as tp, pytest.MonkeyPatch.context() as patched:
         limits.execute = limits.connect = patient(2.0)
         MUTANTS[mutant][0](patched)
