@@ -7,7 +7,7 @@ take them; all units of one owner, head group and piece lie together too, in the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -107,6 +107,13 @@ class Slab(NamedTuple):
     own_only: bool
 
 
+class _JoinedGroups(NamedTuple):
+    """Groups that lie together at one rank: for each the one that stands for all, and the members of that."""
+
+    key_of: Mapping[Group, Group]
+    members: Mapping[Group, list[Group]]
+
+
 @lru_cache(maxsize=64)
 def storage_of(schedule: ScheduleData) -> Storage:
     """Return the schedule's storage, worked out once."""
@@ -114,13 +121,15 @@ def storage_of(schedule: ScheduleData) -> Storage:
 
 
 class Storage:
-    """The slabs of every rank of a schedule. Ranks agree on it without talking."""
+    """The slabs of every rank of a schedule. Ranks agree on it without talking.
+
+    Threads of one process may ask the same one: what is worked out once is seen by others only when it is whole.
+    """
 
     def __init__(self, schedule: ScheduleData) -> None:
         self.schedule = schedule
         self._groups: dict[Block, Group] = {}
-        self._joined: dict[int, dict[Group, Group]] = {}  # of the ranks that were asked for
-        self._members: dict[tuple[int, Group], list[Group]] = defaultdict(list)
+        self._joined: dict[int, _JoinedGroups] = {}  # of the ranks that were asked for
         self._slabs: dict[tuple[int, Group], Slab] = {}
         ranks = range(schedule.world_size)
         self._slab_of: list[dict[Block, Slab]] = [{} for _ in ranks]
@@ -142,7 +151,7 @@ class Storage:
         slab = self._slab_of[rank].get(block)
         if slab is None:
             group = self.group(block)
-            key = self._joined_at(rank).get(group, group)
+            key = self._joined_at(rank).key_of.get(group, group)
             if (rank, key) not in self._slabs:
                 self._slabs[rank, key] = self._make(rank, key)
             slab = self._slab_of[rank][block] = self._slabs[rank, key]
@@ -206,7 +215,7 @@ class Storage:
     def _stretches_of(self, direction: Pass) -> list[list[_Stretch]]:
         """Return the stretches of a pass that each rank sends or receives, in order."""
         if direction not in self._stretches:
-            found = self._stretches[direction] = [[] for _ in range(self.schedule.world_size)]
+            found: list[list[_Stretch]] = [[] for _ in range(self.schedule.world_size)]
             for (_, src, dst, *_), some in groupby(self.schedule.moves_in(direction), _alike):
                 moves = tuple(some)
                 stretch = self._of_a_pass.get(id(moves[0]))  # most moves are those of both passes
@@ -214,6 +223,7 @@ class Storage:
                     stretch = self._of_a_pass[id(moves[0])] = _Stretch(moves)
                 found[src].append(stretch)
                 found[dst].append(stretch)
+            self._stretches[direction] = found
         return self._stretches[direction]
 
     @cached_property
@@ -259,18 +269,19 @@ class Storage:
         return self.row(rank, request)
 
     def _make(self, rank: int, key: Group) -> Slab:
-        members = self._members.get((rank, key)) or [key]
+        members = self._joined_at(rank).members.get(key, [key])
         blocks = [block for group in members for block in self.group_blocks(group)]
         blocks.sort(key=self.schedule.positions)
         own = all(group[1] == rank for group in members)
         return Slab(key, tuple(blocks), own)
 
-    def _joined_at(self, rank: int) -> dict[Group, Group]:
-        """Return, for groups that some tile of a rank reads together with another, the one that stands for all."""
+    def _joined_at(self, rank: int) -> _JoinedGroups:
+        """Return the groups that some tile of a rank reads together with another."""
         if rank not in self._joined:
-            self._joined[rank] = self._join_fused(self.tiles(rank))
-            for group, key in self._joined[rank].items():
-                self._members[rank, key].append(group)
+            key_of, members = self._join_fused(self.tiles(rank)), defaultdict[Group, list[Group]](list)
+            for group, key in key_of.items():
+                members[key].append(group)
+            self._joined[rank] = _JoinedGroups(key_of, members)
         return self._joined[rank]
 
     def _join_fused(self, tiles: Iterable[Tile]) -> dict[Group, Group]:
