@@ -134,7 +134,7 @@ class TestImport:
 
     def test_checks_can_fail(self, tmp_path: Path, warm_torch: str) -> None:
         (tmp_path / "torch_npu.py").touch()
-        (tmp_path / "greedy.py").write_text("import torch_npu, xmlrpc.client, tkinter.ttk, curses, wsgiref.util\n"
+        (tmp_path / "greedy.py").write_text("import torch_npu, xmlrpc.client, ftplib, mailbox, wsgiref.util\n"
                                             "import tokenring, tokenring.cli, tokenring.topology.sources\n"
                                             "from tokenring import *")  # fmt: skip
         found = imports("greedy", tmp_path, warm_torch, PYTHONPATH=str(tmp_path))
