@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from tokenring.lowering.exchanges import Exchange
     from tokenring.lowering.pair_box import PairBox
 
+MANY_RANKS = 64  # of more, Python's garbage collector would take most of the time
+
 
 def lower(
     schedule: ScheduleData,
@@ -62,6 +64,17 @@ def lower(
     check_workload(schedule, workload, direction)
     if as_integer(rank) not in range(schedule.world_size):
         raise ConfigurationError(f"there is no rank {rank!r}; the schedule has ranks 0 to {schedule.world_size - 1}")
+    if schedule.world_size <= MANY_RANKS:
+        return _program(schedule, rank, direction, workload, target, supports)
+    from tokenring.gc_pause import no_collection
+
+    with no_collection():
+        return _program(schedule, rank, direction, workload, target, supports)
+
+
+def _program(
+    schedule: ScheduleData, rank: int, direction: Pass, workload: Workload, target: Target, supports: Supports
+) -> Program:
     needs_all = target.bundle_bytes if target.early_receives else target.collectives
     part = schedule if needs_all else schedule.of_rank(rank)
     agenda = agenda_of(storage_of(part), rank, direction, workload, supports)

@@ -23,7 +23,7 @@ from tokenring.runtime.pool import Landed, Views
 if TYPE_CHECKING:
     from tokenring.ir.schedule_data import Pass, ScheduleData
 
-COUNTED_RANKS = 256  # of which each finds the links of all by itself; of more, that takes seconds
+COUNTED_RANKS = 64  # of which each finds the links of all by itself; of more, one exchange takes less
 RANK_BYTES = 4
 
 T = TypeVar("T")
