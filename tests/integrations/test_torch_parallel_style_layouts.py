@@ -43,3 +43,26 @@ def error_of_packs(here: Here) -> float:
 
 def test_tokens_lie_as_the_mask_of_the_style_cuts_them(ranks: RankPools) -> None:
     assert max(ranks(2)(error_of_packs)) < 1e-5
+
+
+def sent(here: Here) -> tuple[int, int, bool]:
+    """Bytes that a rank sends forward, with gradients and without, and whether both give the same."""
+    cp = here.cp(schedule="ulysses")
+    style, module, nbytes, made = ContextParallelAttention(cp, tr.Causal()), nn.Module(), [], []
+    module.forward = F.scaled_dot_product_attention
+    style._apply(module, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    x = torch.randn(1, 4, 24, 8, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    assert cp.transport is not None
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            cp.transport.sent_bytes.clear()
+            q = x * 2  # a result, as in a model: without gradients where there are none
+            made.append(module(q, q, q, is_causal=True))
+            nbytes.append(sum(cp.transport.sent_bytes.values()))
+    return nbytes[0], nbytes[1], torch.equal(*made)
+
+
+def test_results_go_home_without_their_lse_where_nothing_is_trained(ranks: RankPools) -> None:
+    """Four bytes less of each row and head that another rank has computed."""
+    for trained, plain, same in ranks(2)(sent):
+        assert same and trained - plain == 4 * 24 * 2

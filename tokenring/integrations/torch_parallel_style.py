@@ -162,7 +162,8 @@ class ContextParallelAttention(ParallelStyle):
             self._refuse(wrong, query)
         q, k, v = (x.to_local() if isinstance(x, DTensor) else x for x in (query, key, value))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out, _ = attend(q, k, v, self.cp, self._joined[bool(is_causal)], scale, torch.is_grad_enabled())
+        mask = self._joined[bool(is_causal)]
+        out, _ = attend(q, k, v, self.cp, mask, scale, torch.is_grad_enabled(), wants_lse=False)
         out = out.transpose(1, 2)
         if not isinstance(query, DTensor):
             return out

@@ -180,7 +180,7 @@ class Contexts:
                 weight = None
         if weight is None:
             whole = q_BTHD, k_BTHD, v_BTHD, cp, mask, scale, training, None, sinks, softcap, layout
-            q, k, v, request = prepared(*whole)
+            q, k, v, request = prepared(*whole, wants_lse=False)
             kind = _nominal(request, self.ranks, pack) if any_length else request
         if any_length:
             taken = self._for_size(schedule, kind, request)

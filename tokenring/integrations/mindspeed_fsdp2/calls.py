@@ -44,7 +44,7 @@ def attend_cut(
     if call.tokens is not None:
         more = max(call.tokens) - tokens
         q, k, v = (pad(x, (0, 0, 0, 0, 0, more)) for x in (q, k, v)) if more else (q, k, v)
-    out, _ = attend(q, k, v, cp, call.mask, scale, training, None, sinks, softcap, call.layout)
+    out, _ = attend(q, k, v, cp, call.mask, scale, training, None, sinks, softcap, call.layout, wants_lse=False)
     return out[:, :tokens]
 
 

@@ -72,7 +72,10 @@ class TitanAttention(Module):  # type: ignore[misc]
         if more or not is_causal:
             raise_on_all_ranks(batch.cp, _unknown([*more, *([] if is_causal else ["is_causal"])]), q)
         training = self.training or torch.is_grad_enabled()  # also in the forward pass of a checkpoint
-        out, lse = attend(q, k, v, batch.cp, batch.mask_of(self.window), scale, training, layout=batch.layout)
+        out, lse = attend(
+            q, k, v, batch.cp, batch.mask_of(self.window), scale, training, layout=batch.layout,
+            wants_lse=out_transform is not None,
+        )  # fmt: skip
         return out if out_transform is None else out_transform(out, lse.transpose(1, 2))
 
 

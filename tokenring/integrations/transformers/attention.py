@@ -59,7 +59,8 @@ def attend_layer(
     training = module.training or torch.is_grad_enabled()  # also in the forward pass of a checkpoint
     sinks = None if s_aux is None else s_aux.to(q.device)
     out, _ = attend(
-        q, k, v, tokenring_batch.cp, mask, scaling, training, None, sinks, softcap or 0.0, tokenring_batch.layout
+        q, k, v, tokenring_batch.cp, mask, scaling, training, None, sinks, softcap or 0.0, tokenring_batch.layout,
+        wants_lse=False,
     )  # fmt: skip
     return out, None
 
