@@ -6,8 +6,8 @@
     def test_exact(ranks: int, mask: str) -> None: ...
 
 Of each test function 12 rows are left, in which every word of any row's id is met where 12 are enough for that: each
-family, layout, mask, number of ranks. Without the mark, a test on pools of ranks has an eighth of its rows, and three at
-least. TOKENRING_FULL_GRID=1 leaves all.
+family, layout, mask, number of ranks. Without the mark, a test on pools of ranks has an eighth of its rows, and three
+at least. TOKENRING_FULL_GRID=1 leaves all.
 """
 
 from __future__ import annotations
