@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from ranks import Here, RankPools
 from sampling import FULL_GRID
+from serving_cases import PAD, Case, generated, make_model, prompt_of, scores_error, served, whole_grid
 
 import tokenring as tr
 from tokenring.integrations.transformers.serving import serve_with_tokenring
@@ -17,79 +17,17 @@ from tokenring.sequence.layout import make_layout
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
 
-VOCABULARY, PAD = 256, 0
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "max_position_embeddings": 8192, "pad_token_id": PAD, "bos_token_id": 1,
-    "eos_token_id": None,
-}  # fmt: skip
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {"num_key_value_heads": 2}),
-    "mqa": ("Llama", {"num_key_value_heads": 1}),
-    "qwen2": ("Qwen2", {"num_key_value_heads": 4}),
-    "sliding": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 40}),
-}
-
-
-class Case(NamedTuple):
-    """A call of generate."""
-
-    model: str
-    ranks: int
-    prompt: int
-    new: int = 24
-    page: int = 4
-    chunk: int | None = None
-    layout: str = "zigzag"
-    options: tuple[tuple[str, object], ...] = ()
-    lengths: tuple[int, ...] = ()  # of the rows of a batch that is padded on its left
-
-
-def make_model(name: str) -> Any:
-    kind, options = MODELS[name]
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{kind}Config")(**COMMON, **options)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.08)
-    return model
-
-
-def prompt_of(case: Case) -> dict[str, torch.Tensor]:
-    rows = case.lengths or (case.prompt,)
-    generator = torch.Generator().manual_seed(case.prompt)
-    ids = torch.randint(3, VOCABULARY, (len(rows), case.prompt), generator=generator)
-    shown = torch.arange(case.prompt) >= torch.tensor([case.prompt - length for length in rows])[:, None]
-    return {"input_ids": ids.masked_fill(~shown, PAD), "attention_mask": shown.long()}
-
-
-def generated(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids, and the scores of each step."""
-    options = {"do_sample": False, **dict(case.options)}
-    found = model.generate(
-        **prompt_of(case), max_new_tokens=case.new, return_dict_in_generate=True, output_scores=True, **options
-    )
-    return found.sequences, torch.stack(found.scores)
-
-
 def run_case(here: Here, case: Case) -> tuple[bool, float, int]:
     """Whether the tokens are those of one process, how far the scores are, and how many tokens there are."""
     model = make_model(case.model)
     alone, wanted = generated(model, case)
-    cp = here.cp(transport=here.transport("shm"), schedule="direct-kv", layout=case.layout)
-    with serve_with_tokenring(model, cp, page=case.page, chunk=case.chunk):
-        ids, scores = generated(model, case)
+    ids, scores = served(here, model, case)
     again, _ = generated(model, case)
     assert torch.equal(again, alone), "the model is not as it was"
-    error = (scores - wanted).nan_to_num(0.0, 0.0, 0.0).abs().max()
-    return torch.equal(ids, alone), float(error), ids.shape[1] - case.prompt
+    return torch.equal(ids, alone), scores_error(scores, wanted), ids.shape[1] - case.prompt
 
 
-WHOLE = [
-    Case(model, ranks_, prompt, 256, page)
-    for model, ranks_, prompt, page in product(MODELS, (1, 2, 3, 4), (1, 63, 517, 1000, 4097), (1, 16, 64))
-]
+WHOLE = whole_grid()
 SAMPLE = [case._replace(new=24) for case in random.Random(2).sample([c for c in WHOLE if c.prompt < 600], 5)]
 CHOSEN = [
     Case("llama", 2, 517, chunk=200),
