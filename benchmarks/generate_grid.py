@@ -3,8 +3,8 @@
     python benchmarks/generate_grid.py [--kinds greedy beams padded] [--minutes 20] [--seed 0] [--only SUBSTRING]
 
 Greedy search, three beams, and a batch of three rows that is padded on its left, of tiny random models in fp32: 240
-cells of each kind, in an order of the seed, 256 new tokens each. Prints each cell that is wrong, and at the end how many
-ran and how far the scores (the logits, of beams their logarithms of probability) are from those of one process at
+cells of each kind, in an order of the seed, 256 new tokens each. Prints each cell that is wrong, and at the end how
+many ran and how far the scores (the logits, of beams their logarithms of probability) are from those of one process at
 most. Ends with 1 if a token differs or a score is further away than 1e-4. Needs transformers.
 """
 
@@ -75,7 +75,7 @@ def over_ranks(here: Here, case: Case, wanted: Found) -> tuple[bool, float]:
     ids, scores = served(here, model_of(here, case.model), case)
     if ids.shape != wanted[0].shape or scores.shape != wanted[1].shape:
         return False, float("inf")
-    return torch.equal(ids, wanted[0]), scores_error(scores, wanted[1])
+    return torch.equal(ids, wanted[0]), scores_error(scores, wanted[1], case)
 
 
 def main() -> int:

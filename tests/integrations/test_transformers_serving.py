@@ -24,7 +24,7 @@ def run_case(here: Here, case: Case) -> tuple[bool, float, int]:
     ids, scores = served(here, model, case)
     again, _ = generated(model, case)
     assert torch.equal(again, alone), "the model is not as it was"
-    return torch.equal(ids, alone), scores_error(scores, wanted), ids.shape[1] - case.prompt
+    return torch.equal(ids, alone), scores_error(scores, wanted, case), ids.shape[1] - case.prompt
 
 
 WHOLE = whole_grid()

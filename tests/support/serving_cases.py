@@ -86,6 +86,15 @@ def served(here: Here, model: Any, case: Case) -> tuple[torch.Tensor, torch.Tens
         return generated(model, case)
 
 
-def scores_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return how far scores are apart; what is -inf in both is no difference, and in one of them is an infinite one."""
-    return float(torch.where(found == wanted, 0.0, (found - wanted).abs()).nan_to_num(torch.inf, torch.inf).max())
+def scores_error(found: torch.Tensor, wanted: torch.Tensor, case: Case) -> float:
+    """Return how far scores [steps, rows, vocabulary] are apart at most; -inf in one of them alone is infinitely far.
+
+    Of beams each row counts beside the nearest of its step: which of two that are as good comes first is rounding.
+    """
+    if "num_beams" not in dict(case.options):
+        return float(_apart(found, wanted).max())
+    return float(_apart(found[:, :, None], wanted[:, None]).amax(-1).amin(-1).max())
+
+
+def _apart(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return torch.where(found == wanted, 0.0, (found - wanted).abs()).nan_to_num(torch.inf, torch.inf)
