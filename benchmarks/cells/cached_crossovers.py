@@ -48,14 +48,15 @@ WAYS = {  # of each crossover: before it, and from it on
 }
 HOMES = {"cache-moves": "tokens", "several": "all", "two-step": "all"}
 SIZES = (  # what crosses, new tokens, cached ones, kv heads; of what crosses 0
-    ("cache-moves", 0, 8192, 1), ("cache-moves", 0, 4096, 4), ("several", 128, 0, 1), ("two-step", 0, 8192, 1),
+    ("cache-moves", 0, 8192, 1), ("cache-moves", 0, 4096, 4), ("several", 512, 0, 1), ("two-step", 0, 8192, 1),
 )  # fmt: skip
 GROUPS = (
-    ("full-mesh", 2), ("full-mesh", 4), ("switch", 2), ("switch", 4), ("two-node", 4), ("full-mesh", 8), ("switch", 8),
+    ("full-mesh", 2), ("full-mesh", 4), ("switch", 2), ("switch", 4), ("two-node", 4), ("switch", 8), ("full-mesh", 8),
 )  # fmt: skip
 WIRE_OVER_COMPUTE = 2.0  # of q that moves at as many new tokens as this, or of partial results in one round
 AROUND = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0)  # of the predicted number
 REFERENCE_TOKENS = 512
+LAYOUT = "zigzag"  # all ranks are done with new tokens among themselves at about the same time
 WITHIN = 1.25
 COLUMNS = (
     "cell", "topology", "ranks", "crossover", "kv_heads", "tflops", "predicted", "tokens", "cached", "way",
@@ -112,7 +113,7 @@ class Crossing:
 
     def sizes(self, predicted: int) -> list[tuple[int, int]]:
         """Return numbers of new and of cached tokens around the crossover, which the ranks divide."""
-        unit = 1 if self.what == "two-step" else self.ranks  # that every rank has
+        unit = 1 if self.what == "two-step" else 2 * self.ranks  # chunks of the layout; every rank has the former
         numbers = sorted({max(1, round(share * predicted / unit)) * unit for share in AROUND})
         return [(number, self.cached) if self.cached else (self.tokens, number) for number in numbers]
 
@@ -135,6 +136,7 @@ def measure(net: Emulated, crossing: Crossing, options: argparse.Namespace) -> N
             "name": crossing.name, "home": HOMES[crossing.what], "tokens": tokens, "cached": cached,
             "q_heads": Q_HEADS, "kv_heads": crossing.kv_heads, "head_dim": HEAD_DIM, "tflops": crossing.tflops,
             "ways": crossing.ways, "rounds": options.rounds, "topology": asdict(crossing.shape), "cores": CORES,
+            "layout": LAYOUT,
         }
         for tokens, cached in sizes
     ]  # fmt: skip

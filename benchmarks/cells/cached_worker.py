@@ -28,20 +28,21 @@ ONE_RANK = "one rank"
 def race(cell: dict[str, Any]) -> dict[str, Any]:
     """Return the seconds of all ways of a cell, in turns, and which one auto takes."""
     shape = Shape(**cell["topology"])
+    layout = cell.get("layout", "contiguous")
     net = interconnect_of_shape(shape, sleeping_machine(cell["tflops"], shape, cell["cores"]))
     cp = SleepingContext(
-        cell["tflops"], transport="gloo", schedule="direct-q", layout="contiguous", topology=net,
+        cell["tflops"], transport="gloo", schedule="direct-q", layout=layout, topology=net,
         timeout_seconds=WAIT_SECONDS,
     )  # fmt: skip
     ranks, home, tokens = cp.world_size, cell["home"], cell["tokens"]
     cache = cache_of(cp, cell)
     for name in ("direct-kv", "ring"):
         cache.movers[name] = SleepingContext(
-            cell["tflops"], layout="contiguous", schedule=name, transport=cp.transport, timeout_seconds=WAIT_SECONDS
+            cell["tflops"], layout=layout, schedule=name, transport=cp.transport, timeout_seconds=WAIT_SECONDS
         )
     caches = dict.fromkeys(cell["ways"], cache)
     if ONE_RANK in caches:  # rank 0 has all that is cached; the others wait for it
-        lone = SleepingContext(cell["tflops"], group="self", layout="contiguous")
+        lone = SleepingContext(cell["tflops"], group="self", layout=layout)
         caches[ONE_RANK] = cache_of(lone, cell) if cp.rank == 0 else None
     part = tokens // ranks if home == "tokens" else tokens
     q = torch.zeros(1, part, cell["q_heads"], cell["head_dim"])

@@ -68,6 +68,11 @@ class CachedCall:
         reading = 0.0 if self.machine.kernel == READS_ITS_RATE else read / (rates.copy_gbs * 1e9)
         return rates.call_seconds + max(computing, reading)
 
+    @property
+    def part_seconds(self) -> float:
+        """Return the seconds of the kernel from a rank's part of new tokens to a rank's part of cached ones."""
+        return self.kernel_seconds(self.workload.q_length / self.ranks, self.workload.kv_length / self.ranks)
+
     def round_seconds(self, pair_bytes: float, neighbours: bool = False) -> float:
         """Return the seconds of a round in which each rank sends every other (or only the next) so many bytes."""
         if self.ranks == 1:
@@ -183,29 +188,37 @@ def _two_step(call: CachedCall) -> CachedWay:
 
 
 def _direct_q(call: CachedCall) -> CachedWay:
-    """Each rank has a part of q: that goes to all, and partial results come back."""
+    """Each rank has a part of q: that goes to all, and partial results come back.
+
+    A part of the tokens: a rank's own rows are attended from while those of others come, and each rank's by a kernel
+    of their own. With fewer tokens than ranks it is a part of the heads, and one kernel has those of all.
+    """
     ranks = call.ranks
-    kernel = call.kernel_seconds(call.workload.q_length, call.workload.kv_length / ranks)
-    exchange = call.round_seconds(call.q_bytes / ranks) + call.round_seconds(call.result_bytes / ranks)
+    asking, back = call.round_seconds(call.q_bytes / ranks), call.round_seconds(call.result_bytes / ranks)
+    if call.workload.q_length < ranks:
+        kernels = call.kernel_seconds(call.workload.q_length, call.workload.kv_length / ranks)
+        exposed = asking + back
+    else:
+        part = call.part_seconds
+        kernels, exposed = ranks * part, max(0.0, asking - part) + back
     sent = (ranks - 1) / ranks * (call.q_bytes + call.result_bytes)
-    bound = _least(call, kernel, call.wire_seconds((call.q_bytes + call.result_bytes) / ranks), 1, 1)
-    return CachedWay("direct-q", "q, and partial results back", kernel, exchange, sent, 2, kernel + exchange, bound)
+    bound = _least(call, kernels, call.wire_seconds((call.q_bytes + call.result_bytes) / ranks), 1, 1)
+    return CachedWay("direct-q", "q, and partial results back", kernels, exposed, sent, 2, kernels + exposed, bound)
 
 
 def _direct_kv(call: CachedCall) -> CachedWay:
-    """Each rank has a part of q, and gets the whole cache."""
-    ranks = call.ranks
-    kernel = call.kernel_seconds(call.workload.q_length / ranks, call.workload.kv_length)
-    exchange = call.round_seconds(call.kv_bytes / ranks)
+    """Each rank has a part of q, and gets the whole cache; while it comes, it attends to its own part of it."""
+    ranks, part = call.ranks, call.part_seconds
+    kernels = ranks * part
+    exposed = max(0.0, call.round_seconds(call.kv_bytes / ranks) - part)
     sent = (ranks - 1) / ranks * call.kv_bytes
-    bound = _least(call, kernel, call.wire_seconds(call.kv_bytes / ranks), 1, 0)
-    return CachedWay("direct-kv", "keys and values, to all", kernel, exchange, sent, 1, kernel + exchange, bound)
+    bound = _least(call, kernels, call.wire_seconds(call.kv_bytes / ranks), 1, 0)
+    return CachedWay("direct-kv", "keys and values, to all", kernels, exposed, sent, 1, kernels + exposed, bound)
 
 
 def _ring(call: CachedCall) -> CachedWay:
     """Each rank has a part of q; keys and values go round, behind the kernels where these take longer."""
-    ranks = call.ranks
-    part = call.kernel_seconds(call.workload.q_length / ranks, call.workload.kv_length / ranks)
+    ranks, part = call.ranks, call.part_seconds
     step = call.round_seconds(call.kv_bytes / ranks, neighbours=True)
     sent, kernels = (ranks - 1) / ranks * call.kv_bytes, ranks * part
     exposed = (ranks - 1) * max(0.0, step - part)
