@@ -5,9 +5,9 @@
 
 Three crossovers, on a mesh, a switch and two nodes of 2 to 8 ranks: from how many new tokens on the cache moves rather
 than q, from how many cached ones on several ranks are faster than one, and from how many new tokens on results go in
-two rounds. Each is looked for in the numbers of tokens around the predicted one: both ways are raced at each, and the
-crossing of the fastest rounds is interpolated. Needs root and a quiet machine. Kernels sleep. Appends a row for each
-way of each number of tokens; the second command prints the crossovers.
+two rounds. Each is looked for in the numbers of tokens around the predicted one: both ways are raced at each, and a
+line through what their medians are to each other says where they cross. Needs root and a quiet machine. Kernels sleep.
+Appends a row for each way of each number of tokens; the second command prints the crossovers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ REFERENCE_TOKENS = 512
 LAYOUT = "zigzag"  # all ranks are done with new tokens among themselves at about the same time
 WITHIN = 1.25
 COLUMNS = (
-    "cell", "topology", "ranks", "crossover", "kv_heads", "tflops", "predicted", "tokens", "cached", "way",
+    "cell", "topology", "ranks", "crossover", "kv_heads", "tflops", "tokens", "cached", "way",
     "predicted_ms", "measured_ms", "min_ms", "max_ms", "rounds",
 )  # fmt: skip
 
@@ -106,9 +106,9 @@ class Crossing:
         machine = sleeping_machine(tflops or self.tflops, self.shape, CORES)
         return CachedCall(size, interconnect_of_shape(self.shape), machine)
 
-    def predicted(self) -> int | None:
-        """Return the crossover as `tokenring plan --cached` prints it."""
-        found = crossovers(self.call(self.tokens or REFERENCE_TOKENS, self.cached or REFERENCE_TOKENS))
+    def predicted(self, tflops: float | None = None) -> int | None:
+        """Return the crossover as `tokenring plan --cached` prints it. tflops: of each rank, if not the cell's own."""
+        found = crossovers(self.call(self.tokens or REFERENCE_TOKENS, self.cached or REFERENCE_TOKENS, tflops))
         return {"cache-moves": found.cache_moves, "several": found.several, "two-step": found.two_step}[self.what]
 
     def sizes(self, predicted: int) -> list[tuple[int, int]]:
@@ -122,6 +122,12 @@ def crossings() -> list[Crossing]:
     """Return what is looked for, grouped so that an emulation is set up once for all that it is looked for on."""
     found = [Crossing(*group, *sizes) for group in GROUPS for sizes in SIZES]
     return [each for each in found if each.what != "two-step" or each.ranks > 2]  # with two ranks nothing crosses
+
+
+def crossing_named(name: str) -> Crossing:
+    """Return the crossing of a row of the results."""
+    topology, ranks, what, *sizes = name.split()
+    return Crossing(topology, int(ranks), what, *map(int, sizes))
 
 
 def measure(net: Emulated, crossing: Crossing, options: argparse.Namespace) -> None:
@@ -147,7 +153,7 @@ def measure(net: Emulated, crossing: Crossing, options: argparse.Namespace) -> N
             figures = seconds[way], statistics.median(times), min(times), max(times)
             row = (
                 crossing.name, crossing.topology, crossing.ranks, crossing.what, crossing.kv_heads, crossing.tflops,
-                predicted, tokens, cached, way, *(f"{1e3 * each:.3f}" for each in figures), len(times),
+                tokens, cached, way, *(f"{1e3 * each:.3f}" for each in figures), len(times),
             )  # fmt: skip
             measured.append(dict(zip(COLUMNS, map(str, row), strict=True)))
     fresh = not options.out.exists()
@@ -159,32 +165,27 @@ def measure(net: Emulated, crossing: Crossing, options: argparse.Namespace) -> N
     print(line(measured)[0], flush=True)
 
 
-def crossing_of(rows: Sequence[dict[str, str]], column: str) -> float:
-    """Return where the ways of before and those of after take equally long, by a straight line between logarithms of
-    the fastest rounds: other work of the machine only ever adds to them.
+def crossing_of(rows: Sequence[dict[str, str]]) -> float:
+    """Return where the ways of before and those of after take equally long; inf: nowhere.
 
-    0 and inf: after is faster at all numbers, or at none. Numbers from the last one on at which before is faster count.
+    By the line of least squares through the logarithms of the numbers and of what the medians are to each other.
     """
     before, after = WAYS[rows[0]["crossover"]]
     crosses = "cached" if rows[0]["crossover"] == "several" else "tokens"
-    points: list[tuple[float, float]] = []
+    numbers, ratios = list[float](), list[float]()
     for number, some in groupby(rows, key=lambda row: int(row[crosses])):
-        ms = {row["way"]: float(row[column]) for row in some}
-        ratio = min(ms[way] for way in after if way in ms) / min(ms[way] for way in before)
-        points.append((math.log(number), math.log(ratio)))
-    slower = [at for at, (_, ratio) in enumerate(points) if ratio >= 0]
-    if not slower:
-        return 0.0
-    if slower[-1] == len(points) - 1:
-        return math.inf
-    (left, above), (right, below) = points[slower[-1]], points[slower[-1] + 1]
-    return math.exp(left + (right - left) * above / (above - below))
+        ms = {row["way"]: float(row["measured_ms"]) for row in some}
+        numbers.append(math.log(number))
+        ratios.append(math.log(min(ms[way] for way in after if way in ms) / min(ms[way] for way in before)))
+    slope, start = statistics.linear_regression(numbers, ratios)
+    return math.exp(-start / slope) if slope < 0 else math.inf
 
 
 def line(rows: Sequence[dict[str, str]]) -> tuple[str, float]:
     """Return a line of the table, and measured over predicted, or its inverse: what is larger."""
     first = rows[0]
-    predicted, found = int(first["predicted"]), crossing_of(rows, "min_ms")
+    crossing = crossing_named(first["cell"])
+    predicted, found = crossing.predicted(float(first["tflops"])) or math.inf, crossing_of(rows)
     ratio = found / predicted
     name = f"{first['topology']} | {first['ranks']} | {first['crossover']} | {first['kv_heads']}"
     off = max(ratio, 1 / ratio) if ratio else math.inf

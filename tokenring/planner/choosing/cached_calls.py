@@ -256,7 +256,7 @@ class Crossovers(NamedTuple):
     """Token counts from which another way is the faster one; None: nowhere.
 
     cache_moves: new tokens from which the cache moves rather than q. several: cached tokens from which several ranks
-    are faster than one. two_step: new tokens, which every rank has, from which results go in two rounds.
+    that all have the new tokens are faster than one. two_step: new tokens, which every rank has, from which results go in two rounds.
     """
 
     cache_moves: int | None
@@ -274,7 +274,7 @@ def crossovers(call: CachedCall) -> Crossovers:
 
     def several(count: int) -> bool:
         other = call.with_lengths(tokens, count)
-        ways = _one_shot, *_parted(other), _direct_q
+        ways = _one_shot, *_parted(other)  # new tokens of each rank's own have messages that are left out
         return min(make(other).seconds for make in ways) < _one_rank(other).seconds
 
     def in_two_steps(count: int) -> bool:
