@@ -12,7 +12,7 @@ from sampling import FULL_GRID
 from serving_cases import PAD, Case, generated, make_model, prompt_of, scores_error, served, whole_grid
 
 import tokenring as tr
-from tokenring.integrations.transformers.serving import serve_with_tokenring
+from tokenring.integrations.transformers.serving import name_of_cache, serve_with_tokenring
 from tokenring.sequence.layout import make_layout
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
@@ -81,16 +81,16 @@ def test_masks_that_are_not_known() -> None:
     with pytest.raises(tr.UnsupportedError, match="give input_ids"):
         model(inputs_embeds=torch.zeros(1, 4, 64))
     with pytest.raises(tr.ConfigurationError, match="is a DynamicCache"):
-        model(ids, past_key_values=transformers.DynamicCache())
+        model(ids, **{name_of_cache(): transformers.DynamicCache()})
     with pytest.raises(tr.UnsupportedError, match="'static' is another cache"):
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, cache_implementation="static")
     cache = serving.new_cache(8)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **{name_of_cache(): cache})
         with pytest.raises(tr.ConfigurationError, match="make a cache for each batch"):
-            model(ids.repeat(2, 1), past_key_values=cache)
+            model(ids.repeat(2, 1), **{name_of_cache(): cache})
         with pytest.raises(tr.ConfigurationError, match="room for 8 tokens"):
-            model(ids.repeat(1, 2), past_key_values=cache)
+            model(ids.repeat(1, 2), **{name_of_cache(): cache})
     with pytest.raises(tr.UnsupportedError, match="keeps its batch"):
         cache.batch_repeat_interleave(2)
     serving.close()
@@ -110,10 +110,10 @@ def test_a_cache_that_nobody_gets_is_refused() -> None:
     model, serving = alone()
     ids = prompt_of(Case("llama", 1, 30))["input_ids"]
     with torch.no_grad():
-        with pytest.raises(tr.ConfigurationError, match=r"give past_key_values=serving.new_cache\(capacity\)"):
+        with pytest.raises(tr.ConfigurationError, match=rf"give {name_of_cache()}=serving.new_cache\(capacity\)"):
             model(ids, use_cache=True)
         cache = serving.new_cache(64)
-        assert model(ids, use_cache=True, past_key_values=cache).past_key_values is cache
+        assert getattr(model(ids, use_cache=True, **{name_of_cache(): cache}), name_of_cache()) is cache
         assert cache.get_seq_length() == 30
         cache.crop(0)
         cache.crop(-3)
@@ -122,7 +122,7 @@ def test_a_cache_that_nobody_gets_is_refused() -> None:
             cache.crop(3)
         serving.close()
         with pytest.raises(tr.ConfigurationError, match="its model is not served any more"):
-            model(ids, past_key_values=cache)
+            model(ids, **{name_of_cache(): cache})
 
 
 def test_a_model_is_served_once_and_given_back_as_it_was() -> None:
