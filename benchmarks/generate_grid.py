@@ -1,6 +1,6 @@
 """generate() over a cache that is dealt over ranks, against one process: every model, number of ranks, prompt and page.
 
-    python benchmarks/generate_grid.py [--kinds greedy beams padded] [--minutes 20] [--seed 0] [--only SUBSTRING]
+    python benchmarks/generate_grid.py [--kinds beams padded] [--minutes 20] [--seed 0] [--after 0] [--only WORD]
 
 Greedy search, three beams, and a batch of three rows that is padded on its left, of tiny random models in fp32: 240
 cells of each kind, in an order of the seed, 256 new tokens each. Prints each cell that is wrong, and at the end how
@@ -83,9 +83,10 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no cell after so many")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--after", type=int, default=0, help="cells of this order that ran before, and are left out")
     parser.add_argument("--only", default="", help="cells whose name contains this")
     options = parser.parse_args()
-    waiting, began, wrong = cells(options.kinds, options.only, options.seed), time.monotonic(), 0
+    waiting, began, wrong = cells(options.kinds, options.only, options.seed)[options.after :], time.monotonic(), 0
     ran, of_kinds, worst = 0, Counter[str](), dict.fromkeys(options.kinds, 0.0)
     wanted: dict[Case, Found] = {}
     pools = RankPools()

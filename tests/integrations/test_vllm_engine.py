@@ -49,6 +49,7 @@ def generated(model: Path, ranks: int) -> list[dict[str, Any]]:
     finally:
         for each in started:
             each.kill()
+            each.communicate()
     return found
 
 

@@ -1,9 +1,10 @@
 """Be one rank of vLLM on CPUs, with decode context parallelism over tokenring: python vllm_ranks.py MODEL RANKS
 
-MODEL is a folder, into which a tiny random one is written if RANKS is 0. Prints a line of JSON: the tokens that a tiny random model generates, by request, and their logarithms of probability.
+MODEL is a folder, into which a tiny random one is written if RANKS is 0. Prints a line of JSON: the tokens that it
+generates, by request, and their logarithms of probability.
 vLLM's backend for CPUs knows no decode context parallelism, so the one here is of plain torch: each rank keeps its part
 of the tokens in vLLM's own pages, and attends to them from the queries of all heads. `gather_queries` and `combine` are
-all that passes between the ranks.
+all that attention sends from rank to rank.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import tokenring as tr
 
 PROMPTS = [[3 + 7 * at % 250 for at in range(length)] for length in (57, 3, 130, 1)]
+SHARED = f"vllm-cpu-{os.environ.get('MASTER_PORT')}"  # vLLM's own name is the same for all who start ranks this way
 NEW_TOKENS, CACHE_BYTES = 24, 1 << 26
 
 
@@ -125,6 +127,7 @@ def main() -> None:
     if ranks == 0:
         return make_tiny_model(Path(model))
     from vllm import LLM, SamplingParams
+    from vllm.distributed.device_communicators import cpu_communicator
     from vllm.v1.attention.backends import cpu_attn
     from vllm.v1.worker import block_table
 
@@ -132,19 +135,21 @@ def main() -> None:
     if ranks > 1:
         cpu_attn.CPUAttentionBackend = make_backend()
         block_table.BlockTable.compute_slot_mapping = slots
+        cpu_communicator._CPUSHMDistributed.make_group_name = staticmethod(lambda _: SHARED)
         options = {
             "tensor_parallel_size": ranks, "decode_context_parallel_size": ranks,
             "distributed_executor_backend": "external_launcher",
         }  # fmt: skip
     engine = LLM(
-        model, kv_cache_memory_bytes=CACHE_BYTES, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=256,
-        max_num_seqs=4, max_num_batched_tokens=256, enable_prefix_caching=False, seed=0, **options,
+        model, kv_cache_memory_bytes=CACHE_BYTES, skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
+        max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256, enable_prefix_caching=False, seed=0, **options,
     )  # fmt: skip
     wanted = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
     found = [each.outputs[0] for each in engine.generate([{"prompt_token_ids": ids} for ids in PROMPTS], wanted)]
     logs = [[next(iter(step.values())).logprob for step in each.logprobs] for each in found]
     print(json.dumps({"tokens": [list(each.token_ids) for each in found], "logprobs": logs}), flush=True)
-    sys.stdout.flush()
+    for left in Path("/dev/shm").glob(f"{SHARED}*"):
+        left.unlink(missing_ok=True)
     os._exit(0)  # threads of Gloo may outlive the group
 
 

@@ -256,7 +256,8 @@ class Crossovers(NamedTuple):
     """Token counts from which another way is the faster one; None: nowhere.
 
     cache_moves: new tokens from which the cache moves rather than q. several: cached tokens from which several ranks
-    that all have the new tokens are faster than one. two_step: new tokens, which every rank has, from which results go in two rounds.
+    that all have the new tokens are faster than one. two_step: new tokens, which every rank has, from which results go
+    in two rounds.
     """
 
     cache_moves: int | None
