@@ -48,14 +48,15 @@ WAYS = {  # of each crossover: before it, and from it on
 }
 HOMES = {"cache-moves": "tokens", "several": "all", "two-step": "all"}
 SIZES = (  # what crosses, new tokens, cached ones, kv heads; of what crosses 0
-    ("cache-moves", 0, 8192, 1), ("cache-moves", 0, 4096, 4), ("several", 512, 0, 1), ("two-step", 0, 8192, 1),
+    ("cache-moves", 0, 8192, 1), ("cache-moves", 0, 4096, 4), ("two-step", 0, 8192, 1), ("several", 128, 0, 1),
 )  # fmt: skip
 GROUPS = (
     ("full-mesh", 2), ("full-mesh", 4), ("switch", 2), ("switch", 4), ("two-node", 4), ("switch", 8), ("full-mesh", 8),
 )  # fmt: skip
-WIRE_OVER_COMPUTE = 2.0  # of q that moves at as many new tokens as this, or of partial results in one round
+WIRE_OVER_COMPUTE = {"cache-moves": 2.0, "several": 8.0, "two-step": 2.0}  # of q, or of results in one round
 AROUND = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0)  # of the predicted number
-REFERENCE_TOKENS = 512
+SLOW_GBIT = PORT_GBIT / 16  # so that few new tokens take long on the way, whose other work all ranks do on few cores
+REFERENCE_TOKENS = 512  # where nothing says how many
 LAYOUT = "zigzag"  # all ranks are done with new tokens among themselves at about the same time
 WITHIN = 1.25
 COLUMNS = (
@@ -81,7 +82,7 @@ class Crossing:
 
     @property
     def shape(self) -> Shape:
-        link = link_gbit(self.topology, self.ranks, PORT_GBIT)
+        link = link_gbit(self.topology, self.ranks, SLOW_GBIT if self.what == "several" else PORT_GBIT)
         return Shape(self.topology, self.ranks, link, link * UPLINK_SHARE if self.topology == "two-node" else None)
 
     @property
@@ -98,7 +99,7 @@ class Crossing:
         flops = 2 * size.q_heads * size.qo_dim * tokens * cached / self.ranks
         way = "direct-q" if self.what == "cache-moves" else "one-shot"
         exchange = next(each.exchange_seconds for each in cached_ways(call) if each.name == way)
-        return float(f"{flops / (exchange / WIRE_OVER_COMPUTE) / 1e12:.3g}")
+        return float(f"{flops / (exchange / WIRE_OVER_COMPUTE[self.what]) / 1e12:.3g}")
 
     def call(self, tokens: int, cached: int, tflops: float | None = None) -> CachedCall:
         """Return the call as it is planned, with the figures of the emulation."""

@@ -151,6 +151,19 @@ def test_several_ranks_pay_from_some_length_on() -> None:
         assert cached_ways(given.with_lengths(1, count))[0].name == best
 
 
+def test_new_tokens_among_themselves_count_where_no_exchange_hides_them() -> None:
+    """One rank computes them beside the rest; on several ranks, which all have them, they run behind the exchange."""
+    given = replace(call(4, tokens=512), machine=Machine(constant(100.0), Messages(latency_seconds=1e-4)))
+    cached = crossovers(given).several
+    assert cached is not None
+    at = given.with_lengths(512, cached)
+    ways = {way.name: way for way in cached_ways(at)}
+    new = at.kernel_seconds(512, 255.5)
+    assert 0 < new < ways["two-step"].exchange_seconds
+    apart = ways["two-step"].seconds - ways["one rank"].seconds
+    assert apart == pytest.approx(new, rel=0.01) and crossovers(at.with_lengths(1, cached)).several != cached
+
+
 def test_one_rank_is_never_beaten_by_one() -> None:
     assert crossovers(call(1)).several is None
 

@@ -2,7 +2,8 @@
 
 A way is a few rounds of messages and a kernel, so its time is worked out, not simulated: rounds · latency, the busiest
 wire's bytes, and the kernel's products or the bytes that it reads, whichever takes longer. What new tokens among
-themselves take is the same in all ways that leave keys and values in place, and is left out.
+themselves take is the same in all ways over several ranks, and is left out. It counts beside one rank, where no
+exchange hides it.
 """
 
 from __future__ import annotations
@@ -72,6 +73,12 @@ class CachedCall:
     def part_seconds(self) -> float:
         """Return the seconds of the kernel from a rank's part of new tokens to a rank's part of cached ones."""
         return self.kernel_seconds(self.workload.q_length / self.ranks, self.workload.kv_length / self.ranks)
+
+    @property
+    def new_seconds(self) -> float:
+        """Return the seconds of kernels from all new tokens to each other, beside those to what is cached."""
+        tokens = self.workload.q_length
+        return self.kernel_seconds(tokens, (tokens - 1) / 2) - self.machine.rates.call_seconds
 
     def round_seconds(self, pair_bytes: float, neighbours: bool = False) -> float:
         """Return the seconds of a round in which each rank sends every other (or only the next) so many bytes."""
@@ -275,8 +282,10 @@ def crossovers(call: CachedCall) -> Crossovers:
 
     def several(count: int) -> bool:
         other = call.with_lengths(tokens, count)
-        ways = _one_shot, *_parted(other)  # new tokens of each rank's own have messages that are left out
-        return min(make(other).seconds for make in ways) < _one_rank(other).seconds
+        ways = (make(other) for make in (_one_shot, *_parted(other)))  # of own tokens messages are left out
+        new = other.new_seconds
+        hiding = min(way.seconds + max(0.0, new - way.exchange_seconds) for way in ways)
+        return hiding < _one_rank(other).seconds + new
 
     def in_two_steps(count: int) -> bool:
         return reduction(call.with_lengths(count, cached)) == "two-step"
