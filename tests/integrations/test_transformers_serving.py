@@ -115,6 +115,8 @@ def test_a_cache_that_nobody_gets_is_refused() -> None:
         cache = serving.new_cache(64)
         assert getattr(model(ids, use_cache=True, **{name_of_cache(): cache}), name_of_cache()) is cache
         assert cache.get_seq_length() == 30
+        with pytest.raises(tr.ConfigurationError, match="two caches in one call"):
+            model.get_decoder()(ids, past_key_values=cache, cache=serving.new_cache(64))
         cache.crop(0)
         cache.crop(-3)
         assert cache.get_seq_length() == 27

@@ -182,6 +182,8 @@ class Serving:
         with self._refusing():
             for name in NAMES_OF_CACHE:
                 if (other := kwargs.pop(name, None)) is not None:
+                    if given is not None and other is not given:
+                        raise ConfigurationError(f"two caches in one call: give one, as {self._named}")
                     given = other
             ids, cached = self._checked(input_ids, given, inputs_embeds, kwargs)
             batch, tokens = ids.shape
