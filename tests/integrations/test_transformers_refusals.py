@@ -38,6 +38,7 @@ def test_models_and_calls_that_are_refused() -> None:
         (nothing, {"output_router_logits": True}, "balances experts"),
         (SimpleNamespace(output_attentions=True), {}, "output_attentions"),
         (nothing, {"past_key_values": object()}, "serving"),
+        (nothing, {"cache": object()}, "serving"),
         (nothing, {"logits_to_keep": 1}, "the last of its own tokens"),
     ):
         with pytest.raises(UnsupportedError, match=text):

@@ -3,93 +3,31 @@
 from __future__ import annotations
 
 import random
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from ranks import Here, RankPools
 from sampling import FULL_GRID
+from serving_cases import PAD, Case, generated, make_model, prompt_of, scores_error, served, whole_grid
 
 import tokenring as tr
-from tokenring.integrations.transformers.serving import serve_with_tokenring
+from tokenring.integrations.transformers.serving import name_of_cache, serve_with_tokenring
 from tokenring.sequence.layout import make_layout
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
-
-VOCABULARY, PAD = 256, 0
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "max_position_embeddings": 8192, "pad_token_id": PAD, "bos_token_id": 1,
-    "eos_token_id": None,
-}  # fmt: skip
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {"num_key_value_heads": 2}),
-    "mqa": ("Llama", {"num_key_value_heads": 1}),
-    "qwen2": ("Qwen2", {"num_key_value_heads": 4}),
-    "sliding": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 40}),
-}
-
-
-class Case(NamedTuple):
-    """A call of generate."""
-
-    model: str
-    ranks: int
-    prompt: int
-    new: int = 24
-    page: int = 4
-    chunk: int | None = None
-    layout: str = "zigzag"
-    options: tuple[tuple[str, object], ...] = ()
-    lengths: tuple[int, ...] = ()  # of the rows of a batch that is padded on its left
-
-
-def make_model(name: str) -> Any:
-    kind, options = MODELS[name]
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{kind}Config")(**COMMON, **options)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.08)
-    return model
-
-
-def prompt_of(case: Case) -> dict[str, torch.Tensor]:
-    rows = case.lengths or (case.prompt,)
-    generator = torch.Generator().manual_seed(case.prompt)
-    ids = torch.randint(3, VOCABULARY, (len(rows), case.prompt), generator=generator)
-    shown = torch.arange(case.prompt) >= torch.tensor([case.prompt - length for length in rows])[:, None]
-    return {"input_ids": ids.masked_fill(~shown, PAD), "attention_mask": shown.long()}
-
-
-def generated(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids, and the scores of each step."""
-    options = {"do_sample": False, **dict(case.options)}
-    found = model.generate(
-        **prompt_of(case), max_new_tokens=case.new, return_dict_in_generate=True, output_scores=True, **options
-    )
-    return found.sequences, torch.stack(found.scores)
-
 
 def run_case(here: Here, case: Case) -> tuple[bool, float, int]:
     """Whether the tokens are those of one process, how far the scores are, and how many tokens there are."""
     model = make_model(case.model)
     alone, wanted = generated(model, case)
-    cp = here.cp(transport=here.transport("shm"), schedule="direct-kv", layout=case.layout)
-    with serve_with_tokenring(model, cp, page=case.page, chunk=case.chunk):
-        ids, scores = generated(model, case)
+    ids, scores = served(here, model, case)
     again, _ = generated(model, case)
     assert torch.equal(again, alone), "the model is not as it was"
-    error = (scores - wanted).nan_to_num(0.0, 0.0, 0.0).abs().max()
-    return torch.equal(ids, alone), float(error), ids.shape[1] - case.prompt
+    return torch.equal(ids, alone), scores_error(scores, wanted, case), ids.shape[1] - case.prompt
 
 
-WHOLE = [
-    Case(model, ranks_, prompt, 256, page)
-    for model, ranks_, prompt, page in product(MODELS, (1, 2, 3, 4), (1, 63, 517, 1000, 4097), (1, 16, 64))
-]
+WHOLE = whole_grid()
 SAMPLE = [case._replace(new=24) for case in random.Random(2).sample([c for c in WHOLE if c.prompt < 600], 5)]
 CHOSEN = [
     Case("llama", 2, 517, chunk=200),
@@ -143,16 +81,16 @@ def test_masks_that_are_not_known() -> None:
     with pytest.raises(tr.UnsupportedError, match="give input_ids"):
         model(inputs_embeds=torch.zeros(1, 4, 64))
     with pytest.raises(tr.ConfigurationError, match="is a DynamicCache"):
-        model(ids, past_key_values=transformers.DynamicCache())
+        model(ids, **{name_of_cache(): transformers.DynamicCache()})
     with pytest.raises(tr.UnsupportedError, match="'static' is another cache"):
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, cache_implementation="static")
     cache = serving.new_cache(8)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **{name_of_cache(): cache})
         with pytest.raises(tr.ConfigurationError, match="make a cache for each batch"):
-            model(ids.repeat(2, 1), past_key_values=cache)
+            model(ids.repeat(2, 1), **{name_of_cache(): cache})
         with pytest.raises(tr.ConfigurationError, match="room for 8 tokens"):
-            model(ids.repeat(1, 2), past_key_values=cache)
+            model(ids.repeat(1, 2), **{name_of_cache(): cache})
     with pytest.raises(tr.UnsupportedError, match="keeps its batch"):
         cache.batch_repeat_interleave(2)
     serving.close()
@@ -172,11 +110,13 @@ def test_a_cache_that_nobody_gets_is_refused() -> None:
     model, serving = alone()
     ids = prompt_of(Case("llama", 1, 30))["input_ids"]
     with torch.no_grad():
-        with pytest.raises(tr.ConfigurationError, match=r"give past_key_values=serving.new_cache\(capacity\)"):
+        with pytest.raises(tr.ConfigurationError, match=rf"give {name_of_cache()}=serving.new_cache\(capacity\)"):
             model(ids, use_cache=True)
         cache = serving.new_cache(64)
-        assert model(ids, use_cache=True, past_key_values=cache).past_key_values is cache
+        assert getattr(model(ids, use_cache=True, **{name_of_cache(): cache}), name_of_cache()) is cache
         assert cache.get_seq_length() == 30
+        with pytest.raises(tr.ConfigurationError, match="two caches in one call"):
+            model.get_decoder()(ids, past_key_values=cache, cache=serving.new_cache(64))
         cache.crop(0)
         cache.crop(-3)
         assert cache.get_seq_length() == 27
@@ -184,7 +124,7 @@ def test_a_cache_that_nobody_gets_is_refused() -> None:
             cache.crop(3)
         serving.close()
         with pytest.raises(tr.ConfigurationError, match="its model is not served any more"):
-            model(ids, past_key_values=cache)
+            model(ids, **{name_of_cache(): cache})
 
 
 def test_a_model_is_served_once_and_given_back_as_it_was() -> None:

@@ -81,12 +81,38 @@ def test_what_moves_is_what_the_crossover_says(kv_heads: int, switch: bool) -> N
     tokens = crossovers(given).cache_moves
     assert tokens is not None
     assert of_own_rows(given.with_lengths(tokens - 1, 1 << 17)) == "direct-q"
-    assert of_own_rows(given.with_lengths(8 * tokens, 1 << 17)) == ("ring" if switch else "direct-kv")
+    often = 2 if switch else 8  # on a switch kernels hide either way from some number on, and both take as long
+    assert of_own_rows(given.with_lengths(often * tokens, 1 << 17)) == ("ring" if switch else "direct-kv")
+
+
+def test_own_rows_and_own_keys_hide_what_comes() -> None:
+    """A rank attends from its own rows, or to its own keys, while those of others come: that part is not exposed."""
+    machine = Machine(constant(1600.0), Messages(6e-6, 2e-6))
+    given = replace(call(4, tokens=4096, cached=1 << 15), machine=machine)
+    part = given.kernel_seconds(1024, 1 << 13)
+    asking, back = (given.round_seconds(each / 4) for each in (given.q_bytes, given.result_bytes))
+    moving = given.round_seconds(given.kv_bytes / 4)
+    ways = {way.name: way.seconds for way in cached_ways(given)}
+    assert part < min(asking, moving)
+    assert ways["direct-q"] == pytest.approx(asking + 3 * part + back)
+    assert ways["direct-kv"] == pytest.approx(moving + 3 * part)
+    few = given.with_lengths(1, 1 << 15)  # parts of the heads: one kernel, for which all of them have to come first
+    sums = few.round_seconds(few.q_bytes / 4) + few.round_seconds(few.result_bytes / 4)
+    found = next(way.seconds for way in cached_ways(few) if way.name == "direct-q")
+    assert found == pytest.approx(sums + few.kernel_seconds(1, 1 << 13))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 4096, 1 << 17])
+@pytest.mark.parametrize("cached", [1 << 10, 1 << 17])
+def test_no_way_is_faster_than_its_bound(tokens: int, cached: int) -> None:
+    machine = Machine(constant(400.0, copy_gbs=2500.0), Messages(6e-6, 2e-6))
+    for way in cached_ways(replace(call(tokens=tokens, cached=cached), machine=machine)):
+        assert way.seconds >= way.bound_seconds * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_a_cache_does_not_move_for_a_small_gain(ranks: int) -> None:
-    machine = Machine(constant(400.0, copy_gbs=2500.0), Messages(6e-6, 2e-6))
+    machine = Machine(constant(1600.0, copy_gbs=2500.0), Messages(6e-6, 2e-6))
     given = replace(call(ranks, cached=1 << 17), machine=machine)
 
     def saves(count: int, share: float) -> bool:
@@ -123,6 +149,19 @@ def test_several_ranks_pay_from_some_length_on() -> None:
     assert cached is not None
     for count, best in ((cached - 1, "one rank"), (cached, "one-shot")):
         assert cached_ways(given.with_lengths(1, count))[0].name == best
+
+
+def test_new_tokens_among_themselves_count_where_no_exchange_hides_them() -> None:
+    """One rank computes them beside the rest; on several ranks, which all have them, they run behind the exchange."""
+    given = replace(call(4, tokens=512), machine=Machine(constant(100.0), Messages(latency_seconds=1e-4)))
+    cached = crossovers(given).several
+    assert cached is not None
+    at = given.with_lengths(512, cached)
+    ways = {way.name: way for way in cached_ways(at)}
+    new = at.kernel_seconds(512, 255.5)
+    assert 0 < new < ways["two-step"].exchange_seconds
+    apart = ways["two-step"].seconds - ways["one rank"].seconds
+    assert apart == pytest.approx(new, rel=0.01) and crossovers(at.with_lengths(1, cached)).several != cached
 
 
 def test_one_rank_is_never_beaten_by_one() -> None:

@@ -29,9 +29,12 @@ WHY = {
     "logits_to_keep": "each rank would keep the last of its own tokens; leave it out, and pick from the logits",
     "output_attentions": "no rank has the weights of all tokens",
     "output_router_logits": "the loss that balances experts is not a sum over tokens; set it to False",
-    "past_key_values": "a cache holds the tokens of all ranks; for generation take "
-    "tokenring.integrations.transformers.serving",
 }
+CACHES = ("past_key_values", "cache")  # before transformers 5.24, and from there on
+WHY |= dict.fromkeys(
+    CACHES,
+    "a cache holds the tokens of all ranks; for generation take tokenring.integrations.transformers.serving",
+)
 LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # of base models, and sums over next tokens
 
 
@@ -116,7 +119,7 @@ def check_keywords(config: Any, batch: Mapping[str, Any]) -> None:
     text = text_config(config)
     for name, why in WHY.items():
         wanted = batch.get(name)
-        if wanted is None and name != "past_key_values":
+        if wanted is None and name not in CACHES:
             wanted = getattr(config, name, False) or getattr(text, name, False)
         if wanted is not None and not (isinstance(wanted, int) and wanted == 0):  # False is 0, too
             raise UnsupportedError(f"{name} is not supported under context parallelism: {why}")

@@ -30,6 +30,7 @@ NAME = "tokenring-serving"  # of the attention function, as transformers' config
 OF_MODULE = "_tokenring_serving"  # of each attention module
 SHARDED_FROM = 64  # tokens of a prompt: below, every rank computes all of them
 SEED_BYTES = 6
+NAMES_OF_CACHE = ("past_key_values", "cache")  # in calls and outputs: before transformers 5.24, and from there on
 ABSENT = object()  # an attribute that an object has from its class alone
 Piece = tuple[int, int, "Home"]  # first token, end, and who computes them
 
@@ -84,6 +85,7 @@ class Serving:
             raise UnsupportedError(f"a {type(model).__name__} has no decoder that generates: give a causal model")
         if any(hasattr(module, OF_MODULE) for module in self._attentions()):
             raise ConfigurationError(f"this {type(model).__name__} is served already: close that handle first")
+        self._named = name_of_cache()
         self._config = model.config.get_text_config(decoder=True)
         self._windows = windows_of(self._config)
         AttentionInterface.register(NAME, _attention)
@@ -118,7 +120,10 @@ class Serving:
         self._before = self.cache = None
 
     def new_cache(self, capacity: int) -> ServedCache:
-        """Return an empty cache for `generate(past_key_values=...)`. capacity: tokens of a sequence, over all ranks."""
+        """Return an empty cache for `generate(cache=...)`, before transformers 5.24 `past_key_values=...`.
+
+        capacity: tokens of a sequence, over all ranks.
+        """
         from tokenring.integrations.transformers.served_cache import ServedCache
 
         config = self._config
@@ -139,13 +144,13 @@ class Serving:
         with self._refusing():
             if getattr(generation_config, "max_time", None) is not None:
                 raise UnsupportedError("max_time stops each rank by its own clock; ranks end together: leave it out")
-            if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            if model_kwargs.get(self._named) is None and generation_config.use_cache is not False:
                 if generation_config.cache_implementation is not None:
                     raise UnsupportedError(
                         f"cache_implementation={generation_config.cache_implementation!r} is another cache than the "
                         f"one over ranks: leave it out"
                     )
-                model_kwargs["past_key_values"] = self.new_cache(_longest(generation_config))
+                model_kwargs[self._named] = self.new_cache(_longest(generation_config))
         if self.cp.world_size > 1:
             draws = bool(generation_config.do_sample)
             fields = {"pass": "generate", "draws tokens": draws, "tokens at most": _longest(generation_config)}
@@ -168,11 +173,19 @@ class Serving:
 
     def _forward(
         self, input_ids: torch.Tensor | None = None, attention_mask: Any = None,
-        position_ids: torch.Tensor | None = None, past_key_values: Any = None, inputs_embeds: Any = None, **kwargs: Any,
+        position_ids: torch.Tensor | None = None, given: Any = None, inputs_embeds: Any = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run the decoder stack on new tokens [B, T], in pieces; the hidden states are whole on every rank."""
+        """Run the decoder stack on new tokens [B, T], in pieces; the hidden states are whole on every rank.
+
+        given: the cache, which callers give by either of its names, too.
+        """
         with self._refusing():
-            ids, cached = self._checked(input_ids, past_key_values, inputs_embeds, kwargs)
+            for name in NAMES_OF_CACHE:
+                if (other := kwargs.pop(name, None)) is not None:
+                    if given is not None and other is not given:
+                        raise ConfigurationError(f"two caches in one call: give one, as {self._named}")
+                    given = other
+            ids, cached = self._checked(input_ids, given, inputs_embeds, kwargs)
             batch, tokens = ids.shape
             past = cached.get_seq_length()
             cache = self.cache = cached.of_batch(batch, starts_of(attention_mask, batch, past + tokens))
@@ -188,8 +201,8 @@ class Serving:
                 places = first + positions(self.cp, last - first, ids.device, mask=self._mask)
             with cache.step(ids[:, first:last], home):
                 found = self._inner(
-                    input_ids=ids[:, places], position_ids=position_ids[:, places], past_key_values=cached,
-                    **{**kwargs, "use_cache": True},
+                    input_ids=ids[:, places], position_ids=position_ids[:, places],
+                    **{**kwargs, self._named: cached, "use_cache": True},
                 )  # fmt: skip
             layers = found.get("hidden_states") or ()  # where they were asked for, by the call or by the config
             parts.append([self._whole(each, home) for each in (found.last_hidden_state, *layers)])
@@ -198,8 +211,8 @@ class Serving:
         found.last_hidden_state = whole[0]
         if len(whole) > 1:
             found.hidden_states = tuple(whole[1:])
-        if past_key_values is None:
-            found.past_key_values = None
+        if given is None:
+            setattr(found, self._named, None)
         return found
 
     def _whole(self, hidden: torch.Tensor, home: Home) -> torch.Tensor:
@@ -216,13 +229,13 @@ class Serving:
             raise UnsupportedError("attentions of layers are not gathered: leave output_attentions out")
         if given is None and kwargs.get("use_cache"):
             raise ConfigurationError(
-                "use_cache=True without a cache: give past_key_values=serving.new_cache(capacity), of the handle that "
-                "serve_with_tokenring returned, or leave use_cache out"
+                f"use_cache=True without a cache: give {self._named}=serving.new_cache(capacity), of the handle that "
+                f"serve_with_tokenring returned, or leave use_cache out"
             )
         cached = self.new_cache(ids.shape[1]) if given is None else given
         if not hasattr(cached, "of_batch"):
             raise ConfigurationError(
-                f"past_key_values is a {type(cached).__name__}, which lies at one rank: give a cache from "
+                f"{self._named} is a {type(cached).__name__}, which lies at one rank: give a cache from "
                 f"Serving.new_cache, or none"
             )
         return ids, cached
@@ -282,6 +295,14 @@ def _attention(
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return cached_attention(q, k, v, cache, layer, scale=scaling), None
+
+
+def name_of_cache() -> str:
+    """Return the name that this transformers gives the cache in calls and outputs of models."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    fields = BaseModelOutputWithPast.__dataclass_fields__
+    return next(name for name in NAMES_OF_CACHE if name in fields)
 
 
 def _longest(config: Any) -> int:

@@ -2,7 +2,8 @@
 
 A way is a few rounds of messages and a kernel, so its time is worked out, not simulated: rounds · latency, the busiest
 wire's bytes, and the kernel's products or the bytes that it reads, whichever takes longer. What new tokens among
-themselves take is the same in all ways that leave keys and values in place, and is left out.
+themselves take is the same in all ways over several ranks, and is left out. It counts beside one rank, where no
+exchange hides it.
 """
 
 from __future__ import annotations
@@ -67,6 +68,17 @@ class CachedCall:
         read = self.kv_bytes * cached / size.kv_length
         reading = 0.0 if self.machine.kernel == READS_ITS_RATE else read / (rates.copy_gbs * 1e9)
         return rates.call_seconds + max(computing, reading)
+
+    @property
+    def part_seconds(self) -> float:
+        """Return the seconds of the kernel from a rank's part of new tokens to a rank's part of cached ones."""
+        return self.kernel_seconds(self.workload.q_length / self.ranks, self.workload.kv_length / self.ranks)
+
+    @property
+    def new_seconds(self) -> float:
+        """Return the seconds of kernels from all new tokens to each other, beside those to what is cached."""
+        tokens = self.workload.q_length
+        return self.kernel_seconds(tokens, (tokens - 1) / 2) - self.machine.rates.call_seconds
 
     def round_seconds(self, pair_bytes: float, neighbours: bool = False) -> float:
         """Return the seconds of a round in which each rank sends every other (or only the next) so many bytes."""
@@ -183,29 +195,37 @@ def _two_step(call: CachedCall) -> CachedWay:
 
 
 def _direct_q(call: CachedCall) -> CachedWay:
-    """Each rank has a part of q: that goes to all, and partial results come back."""
+    """Each rank has a part of q: that goes to all, and partial results come back.
+
+    A part of the tokens: a rank's own rows are attended from while those of others come, and each rank's by a kernel
+    of their own. With fewer tokens than ranks it is a part of the heads, and one kernel has those of all.
+    """
     ranks = call.ranks
-    kernel = call.kernel_seconds(call.workload.q_length, call.workload.kv_length / ranks)
-    exchange = call.round_seconds(call.q_bytes / ranks) + call.round_seconds(call.result_bytes / ranks)
+    asking, back = call.round_seconds(call.q_bytes / ranks), call.round_seconds(call.result_bytes / ranks)
+    if call.workload.q_length < ranks:
+        kernels = call.kernel_seconds(call.workload.q_length, call.workload.kv_length / ranks)
+        exposed = asking + back
+    else:
+        part = call.part_seconds
+        kernels, exposed = ranks * part, max(0.0, asking - part) + back
     sent = (ranks - 1) / ranks * (call.q_bytes + call.result_bytes)
-    bound = _least(call, kernel, call.wire_seconds((call.q_bytes + call.result_bytes) / ranks), 1, 1)
-    return CachedWay("direct-q", "q, and partial results back", kernel, exchange, sent, 2, kernel + exchange, bound)
+    bound = _least(call, kernels, call.wire_seconds((call.q_bytes + call.result_bytes) / ranks), 1, 1)
+    return CachedWay("direct-q", "q, and partial results back", kernels, exposed, sent, 2, kernels + exposed, bound)
 
 
 def _direct_kv(call: CachedCall) -> CachedWay:
-    """Each rank has a part of q, and gets the whole cache."""
-    ranks = call.ranks
-    kernel = call.kernel_seconds(call.workload.q_length / ranks, call.workload.kv_length)
-    exchange = call.round_seconds(call.kv_bytes / ranks)
+    """Each rank has a part of q, and gets the whole cache; while it comes, it attends to its own part of it."""
+    ranks, part = call.ranks, call.part_seconds
+    kernels = ranks * part
+    exposed = max(0.0, call.round_seconds(call.kv_bytes / ranks) - part)
     sent = (ranks - 1) / ranks * call.kv_bytes
-    bound = _least(call, kernel, call.wire_seconds(call.kv_bytes / ranks), 1, 0)
-    return CachedWay("direct-kv", "keys and values, to all", kernel, exchange, sent, 1, kernel + exchange, bound)
+    bound = _least(call, kernels, call.wire_seconds(call.kv_bytes / ranks), 1, 0)
+    return CachedWay("direct-kv", "keys and values, to all", kernels, exposed, sent, 1, kernels + exposed, bound)
 
 
 def _ring(call: CachedCall) -> CachedWay:
     """Each rank has a part of q; keys and values go round, behind the kernels where these take longer."""
-    ranks = call.ranks
-    part = call.kernel_seconds(call.workload.q_length / ranks, call.workload.kv_length / ranks)
+    ranks, part = call.ranks, call.part_seconds
     step = call.round_seconds(call.kv_bytes / ranks, neighbours=True)
     sent, kernels = (ranks - 1) / ranks * call.kv_bytes, ranks * part
     exposed = (ranks - 1) * max(0.0, step - part)
@@ -243,7 +263,8 @@ class Crossovers(NamedTuple):
     """Token counts from which another way is the faster one; None: nowhere.
 
     cache_moves: new tokens from which the cache moves rather than q. several: cached tokens from which several ranks
-    are faster than one. two_step: new tokens, which every rank has, from which results go in two rounds.
+    that all have the new tokens are faster than one. two_step: new tokens, which every rank has, from which results go
+    in two rounds.
     """
 
     cache_moves: int | None
@@ -261,8 +282,10 @@ def crossovers(call: CachedCall) -> Crossovers:
 
     def several(count: int) -> bool:
         other = call.with_lengths(tokens, count)
-        ways = _one_shot, *_parted(other), _direct_q
-        return min(make(other).seconds for make in ways) < _one_rank(other).seconds
+        ways = (make(other) for make in (_one_shot, *_parted(other)))  # of own tokens messages are left out
+        new = other.new_seconds
+        hiding = min(way.seconds + max(0.0, new - way.exchange_seconds) for way in ways)
+        return hiding < _one_rank(other).seconds + new
 
     def in_two_steps(count: int) -> bool:
         return reduction(call.with_lengths(count, cached)) == "two-step"
