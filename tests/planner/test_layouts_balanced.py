@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tokenring as tr
 from tokenring.planner.interconnects.interconnect import Interconnect, full_mesh, ring, switch
 from tokenring.planner.layouts.assignment import Assignment
-from tokenring.planner.layouts.balanced import NAME, SLACK, balanced_layout, imbalance
+from tokenring.planner.layouts.balanced import EVEN, EVENED, NAME, SLACK, balanced_layout, even_layout, imbalance
 from tokenring.planner.layouts.demand import demand_of
 from tokenring.planner.layouts.scores import SwapScores, fractions
 from tokenring.sequence.layout import Positions
@@ -164,6 +164,22 @@ def test_a_pack_gets_a_layout_of_its_own() -> None:
     found = balanced_layout(pack(0), LENGTH, 8)
     assert found.name == NAME
     assert found == balanced_layout.__wrapped__(pack(0), LENGTH, 8)  # searched again
+
+
+@pytest.mark.parametrize("links", [1, 7])
+def test_an_even_layout_is_evener_than_the_balanced_one(links: int) -> None:
+    """With as many tokens on each rank; one that is as even already stays, and a usual one."""
+    evened = 0
+    for seed in range(4):
+        mask = pack(seed, 4 * LENGTH)
+        balanced, even = balanced_layout(mask, 4 * LENGTH, 8, links=links), even_layout(mask, 4 * LENGTH, 8, links)
+        assert set(even.local_lengths) == {LENGTH // 2}
+        assert imbalance(mask, even) <= EVENED
+        evened += even.name == EVEN
+        assert (even == balanced) == (even.name == NAME) == (imbalance(mask, balanced) <= EVENED)
+    assert evened > 1
+    assert even_layout(tr.Causal(), LENGTH, 4).name == "zigzag"
+    assert even_layout(pack(0, 96), 96, 4) == balanced_layout(pack(0, 96), 96, 4)
 
 
 def test_slow_links_get_fewer_rows_and_less_even_work() -> None:
