@@ -39,7 +39,7 @@ from tokenring.planner.bounds.mask_density import visible_pairs  # noqa: E402
 from tokenring.planner.choosing.auto import CallToPlan, plan_call  # noqa: E402
 from tokenring.planner.choosing.plan import Plan  # noqa: E402
 from tokenring.planner.interconnects.emulated import interconnect_of_shape, sleeping_machine  # noqa: E402
-from tokenring.planner.layouts.balanced import balanced_layout  # noqa: E402
+from tokenring.planner.layouts.balanced import balanced_layout, even_layout  # noqa: E402
 from tokenring.planner.simulation.predict import Setting, busiest  # noqa: E402
 from tokenring.sequence.layout import Layout, contiguous, zigzag  # noqa: E402
 from tokenring.sequence.mask import Mask  # noqa: E402
@@ -121,7 +121,7 @@ class Race:
         return {name: statistics.median(each) for name, each in found.items()}
 
 
-OURS = ("balanced", "zigzag", "contiguous")  # what `tokenring plan --layout auto` compares
+OURS = ("balanced", "even", "zigzag", "contiguous")  # what `tokenring plan --layout auto` compares
 
 
 def seconds(plan: Plan) -> float:
@@ -130,7 +130,8 @@ def seconds(plan: Plan) -> float:
 
 def layouts_of(mask: Mask, length: int, ranks: int, links: int, magi: Any) -> dict[str, Layout]:
     """Return our layouts and the distinct ones of Magi's settings, by name. links: of a rank's port."""
-    found = {"balanced": balanced_layout(mask, length, ranks, links=links), "zigzag": zigzag(ranks, length),
+    found = {"balanced": balanced_layout(mask, length, ranks, links=links),
+             "even": even_layout(mask, length, ranks, links), "zigzag": zigzag(ranks, length),
              "contiguous": contiguous(ranks, length)}  # fmt: skip
     seen = set()
     for name, layout in magi(mask, length, ranks) if magi else ():

@@ -14,7 +14,7 @@ from ranks import Here, RankPools
 import tokenring as tr
 from tokenring.errors import ConfigurationError
 from tokenring.planner.interconnects.interconnect import full_mesh
-from tokenring.planner.layouts.balanced import NAME
+from tokenring.planner.layouts.balanced import EVEN, EVENED, NAME, balanced_layout, imbalance
 from tokenring.planner.machines.machine import CPU_MESSAGES
 from tokenring.runtime.agreement import Disagreement
 from tokenring.sequence.layout import make_layout
@@ -27,6 +27,7 @@ def pack(*ends: int) -> tr.Mask:
     return tr.Causal() & tr.Documents([0, *ends, LENGTH])
 
 
+UNEVEN = [pack(153, 263, 398, 577, 626 + last) for last in range(3)]  # all are when dealt, as far as they may
 ALIKE = [pack(20, 350, 380, 450, 950), pack(21, 350, 380, 450, 951), pack(22, 350, 381, 450, 950)]
 
 
@@ -62,7 +63,7 @@ def choices(here: Here, schedule: str, heads: int, gbs: float) -> list[Choice]:
             )
             by_hand = {}
             for each in (*(make_layout(name, cp.world_size, LENGTH) for name in ("zigzag", "contiguous")),
-                         cp.layout_for(LENGTH, mask)):  # fmt: skip
+                         cp.layout_for(LENGTH, mask), cp.cuts.even(LENGTH, mask)):  # fmt: skip
                 one = tr.shard(q, cp, layout=each)
                 tr.attention(one, one, one, cp, mask, layout=each)
                 best = tr.plan(one, one, one, cp, mask, layout=each).candidates[0]
@@ -87,21 +88,52 @@ def test_the_fastest_of_all_plans(heads: int, gbs: float, schedule: str, ranks: 
         assert [one.told for one in like] == [0, 0] and max(one.error for one in each) < 5e-6
 
 
+LONG = 16 * LENGTH
+LONG_SIZE = tr.Workload(1, LONG, LONG, 8, 8, 128)
+
+
+def longer(mask: tr.Mask) -> tr.Mask:
+    return tr.Causal() & tr.Documents([16 * end for end in mask.cu_seqlens or ()])
+
+
+def busy_kernels(here: Here, schedule: str) -> tr.ContextParallel:
+    """Return a context of ranks that compute for much longer than rows travel."""
+    net = replace(full_mesh(here.world_size, 100.0), machine=Machine(constant(1.0, "one TFLOP/s"), CPU_MESSAGES))
+    return here.cp(schedule=schedule, topology=net)
+
+
 def names(here: Here) -> list[str]:
     """What is chosen where kernels decide, and where Ulysses has even work in any layout."""
-    found, long = [], 16 * LENGTH
-    mask = tr.Causal() & tr.Documents([16 * end for end in (0, 20, 350, 380, 450, 950, LENGTH)])
-    for schedule in ("auto:direct-kv", "auto:ulysses", "ring"):
-        net = replace(full_mesh(here.world_size, 100.0), machine=Machine(constant(1.0, "one TFLOP/s"), CPU_MESSAGES))
-        cp = here.cp(schedule=schedule, topology=net)
-        found.append(tr.choose_layout(cp, tr.Workload(1, long, long, 8, 8, 128), mask).name)
-    return found
+    mask = longer(ALIKE[0])
+    schedules = "auto:direct-kv", "auto:ulysses", "ring"
+    return [tr.choose_layout(busy_kernels(here, each), LONG_SIZE, mask).name for each in schedules]
 
 
 def test_what_the_schedule_makes_of_a_pack(ranks: RankPools) -> None:
     """A named schedule leaves nothing to choose by: its layout is that of auto."""
     for work, heads, named in ranks(2)(names):
-        assert work == NAME and heads in ("zigzag", "contiguous") and named == NAME
+        assert work == EVEN and heads in ("zigzag", "contiguous") and named == NAME
+
+
+def evened(here: Here) -> list[tuple[str, float, float, int]]:
+    """Of packs of one shape, where kernels decide: the choice, its imbalance and that of auto, and what was told."""
+    cp, found = busy_kernels(here, "auto:direct-kv"), []
+    with counted_texts(cp) as exchanged:
+        for mask in map(longer, UNEVEN):
+            exchanged.clear()
+            layout = tr.choose_layout(cp, LONG_SIZE, mask)
+            balanced = balanced_layout(mask, LONG, cp.world_size)
+            found.append((layout.name, imbalance(mask, layout), imbalance(mask, balanced), len(exchanged)))
+    return found
+
+
+def test_where_kernels_decide_work_is_evener(ranks: RankPools) -> None:
+    """Of all packs of the shape, and for a later one nothing is exchanged."""
+    found = ranks(2)(evened)
+    assert found[0] == found[1]
+    for name, uneven, before, _ in found[0]:
+        assert name == EVEN and uneven <= EVENED < before
+    assert found[0][0][-1] > 0 and [told for *_, told in found[0][1:]] == [0, 0]
 
 
 def refused(here: Here) -> list[str]:

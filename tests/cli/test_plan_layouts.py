@@ -33,3 +33,10 @@ def test_the_fastest_layout_is_taken(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_causal_mask_has_two_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, "--mask", "causal", "--layout", "auto")
     assert "layout zigzag\n" in text and "balanced" not in text
+
+
+def test_where_kernels_decide_an_evener_layout_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    mask = ["--mask", "causal&documents(0,1224,2104,3184,4616,5008,8192)", "--tflops", "1"]
+    text = planned(capsys, *mask, "--schedules", "direct-kv", "--layout", "auto")
+    assert re.search("schedule: even .*, balanced .*, (zigzag|contiguous) .*, (zigzag|contiguous) ", text), text
+    assert "layout even\n" in text

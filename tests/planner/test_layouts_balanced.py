@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tokenring as tr
 from tokenring.planner.interconnects.interconnect import Interconnect, full_mesh, ring, switch
 from tokenring.planner.layouts.assignment import Assignment
-from tokenring.planner.layouts.balanced import NAME, SLACK, balanced_layout, imbalance
+from tokenring.planner.layouts.balanced import EVEN, EVENED, NAME, SLACK, balanced_layout, even_layout, imbalance
 from tokenring.planner.layouts.demand import demand_of
 from tokenring.planner.layouts.scores import SwapScores, fractions
 from tokenring.sequence.layout import Positions
@@ -166,6 +166,22 @@ def test_a_pack_gets_a_layout_of_its_own() -> None:
     assert found == balanced_layout.__wrapped__(pack(0), LENGTH, 8)  # searched again
 
 
+@pytest.mark.parametrize("links", [1, 7])
+def test_an_even_layout_is_evener_than_the_balanced_one(links: int) -> None:
+    """With as many tokens on each rank; one that is as even already stays, and a usual one."""
+    evened = 0
+    for seed in range(4):
+        mask = pack(seed, 4 * LENGTH)
+        balanced, even = balanced_layout(mask, 4 * LENGTH, 8, links=links), even_layout(mask, 4 * LENGTH, 8, links)
+        assert set(even.local_lengths) == {LENGTH // 2}
+        assert imbalance(mask, even) <= EVENED
+        evened += even.name == EVEN
+        assert (even == balanced) == (even.name == NAME) == (imbalance(mask, balanced) <= EVENED)
+    assert evened > 1
+    assert even_layout(tr.Causal(), LENGTH, 4).name == "zigzag"
+    assert even_layout(pack(0, 96), 96, 4) == balanced_layout(pack(0, 96), 96, 4)
+
+
 def test_slow_links_get_fewer_rows_and_less_even_work() -> None:
     """The longer of work and transfers gets shorter than in the layout that only balances."""
     for seed in range(3):
@@ -183,43 +199,61 @@ def test_slow_links_get_fewer_rows_and_less_even_work() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_scores_are_the_costs_of_both_ranks(seed: int) -> None:
-    """For documents of whole chunks, of which no row is needed in part; after swaps, too."""
+    """For documents of whole chunks, of which no row is needed in part; after swaps, too, of several assignments."""
     random, ranks, chunks, bounds = Random(seed), 4, 32, [0]
     while bounds[-1] < LENGTH:
         bounds.append(min(LENGTH, bounds[-1] + random.choice((1, 2, 3, 8)) * LENGTH // chunks))
     demand = demand_of(tr.Causal() & tr.Documents(bounds), LENGTH, chunks, 4)
-    owners = [chunk % ranks for chunk in range(chunks)]
-    random.shuffle(owners)
-    now = Assignment(demand, owners, ranks, sum(demand.pairs) / ranks)
-    now.price()
-    scores = SwapScores(now, fractions(demand))
-    for _ in range(4):
-        pair = random.sample(range(ranks), 2)
-        table = scores.of(pair).view(2, chunks // ranks, chunks)
-        for line, rank in enumerate(pair):
-            for place in range(chunks // ranks):
-                for chunk, other in enumerate(now.owners):
-                    swap = None if other == rank else now.swap(rank, place, chunk, float("inf"))
-                    if swap is None:
-                        assert table[line, place, chunk] > 1e29
-                        continue
-                    wanted = sum(swap.costs[each] - now.costs[each] for each in (rank, other))
-                    assert table[line, place, chunk].item() == pytest.approx(wanted, rel=1e-4, abs=1e-4)
-            best = scores.best([rank], 5)[0]
-            assert best[0][0] == table[line].min() and best == sorted(best)
-        taken = now.swap(pair[0], 1, now.held[pair[1]][0], float("inf"))
-        assert taken is not None
-        now.take(taken)
-        scores.follow(list(taken.ranks))
+    nows = []
+    for _ in range(3):
+        owners = [chunk % ranks for chunk in range(chunks)]
+        random.shuffle(owners)
+        nows.append(Assignment(demand, owners, ranks, sum(demand.pairs) / ranks))
+        nows[-1].price()
+    scores = SwapScores(nows, fractions(demand))
+    for turn in range(4):
+        pairs = [random.sample(range(ranks), 2) for _ in nows]
+        tables = scores.of(pairs).view(len(nows), 2, chunks // ranks, chunks)
+        best = iter(scores.best(pairs, 5))
+        for now, pair, table in zip(nows, pairs, tables, strict=True):
+            for rank, line in zip(pair, table, strict=True):
+                check_line(now, rank, line)
+                some = next(best)
+                assert some[0][0] == line.min() and some == sorted(some)
+        changed: list[list[int]] = [[] for _ in nows]
+        for at in {turn % 3, 2}:  # one or two of them, not all
+            taken = nows[at].swap(pairs[at][0], 1, nows[at].held[pairs[at][1]][0], float("inf"))
+            assert taken is not None
+            nows[at].take(taken)
+            changed[at] = list(taken.ranks)
+            if turn == 2:
+                nows[at].price()
+                scores.price()
+        scores.follow(changed)
+
+
+def check_line(now: Assignment, rank: int, line: torch.Tensor) -> None:
+    """Refuse scores of one rank's swaps that are not what `swap` prices."""
+    for place, row in enumerate(line):
+        for chunk, other in enumerate(now.owners):
+            swap = None if other == rank else now.swap(rank, place, chunk, float("inf"))
+            if swap is None:
+                assert row[chunk] > 1e29
+                continue
+            wanted = sum(swap.costs[each] - now.costs[each] for each in (rank, other))
+            assert row[chunk].item() == pytest.approx(wanted, rel=1e-4, abs=1e-4)
 
 
 def test_the_search_is_the_same_while_torch_traces() -> None:
-    """And whatever dtype and device tensors have there by default."""
-    want = balanced_layout(pack(4), LENGTH, 4)
-    before = torch.get_default_dtype()
+    """And whatever dtype and device tensors have there by default, and how torch multiplies."""
+    mask, length = pack(2, 4 * LENGTH), 4 * LENGTH
+    want = balanced_layout(mask, length, 4)
+    before, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     torch.set_default_dtype(torch.bfloat16)
+    torch.set_float32_matmul_precision("medium")
     try:
         with FakeTensorMode(), torch.device("meta"):
-            assert balanced_layout.__wrapped__(pack(4), LENGTH, 4) == want
+            assert balanced_layout.__wrapped__(mask, length, 4) == want
     finally:
         torch.set_default_dtype(before)
+        torch.set_float32_matmul_precision(precision)

@@ -44,6 +44,12 @@ class Cuts:
 
         return balanced_layout(mask, length, self._world_size, links=self.port_links)
 
+    def even(self, length: int, mask: Mask) -> Layout:
+        """Return the layout "auto" with its work evened further. Raises ConfigurationError."""
+        from tokenring.planner.layouts.balanced import even_layout
+
+        return even_layout(mask, length, self._world_size, self.port_links)
+
     @cached_property
     def port_links(self) -> int:
         """Return of how many links a rank's port is made; 1 where no topology is given: one is sought only to plan."""

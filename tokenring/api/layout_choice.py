@@ -13,6 +13,7 @@ from tokenring.api.inputs import check_context
 from tokenring.errors import MOST_SAID, ConfigurationError, one_line
 from tokenring.planner.choosing.pack_shapes import pack_shape
 from tokenring.planner.choosing.plan import Plan
+from tokenring.planner.layouts.balanced import EVEN, may_pay_to_even
 from tokenring.runtime.agreement import Disagreement, refusing
 from tokenring.runtime.bound_kernel import checked_scale
 from tokenring.sequence.layout import Layout, contiguous, zigzag
@@ -43,13 +44,11 @@ def chosen_layout(
     known = cp.cuts.chosen.get(key)
     if known in USUAL:
         return usual[list(USUAL).index(known)]
-    found = cp.cuts.of(size.q_length, request.mask)
     if known is not None:
-        return found
-    layouts = {**dict(zip(USUAL, usual, strict=True)), **({} if found in usual else {found.name: found})}
-    best = _best(cp, request, layouts)
-    _remember(cp.cuts.chosen, key, best)
-    return layouts[best]
+        return (cp.cuts.even if known == EVEN else cp.cuts.of)(size.q_length, request.mask)
+    best = _best(cp, request, usual)
+    _remember(cp.cuts.chosen, key, best.name)
+    return best
 
 
 def _request(
@@ -80,33 +79,49 @@ def _placed(device: torch.device | str) -> torch.device:
         raise ConfigurationError(f"choose_layout: there is no device {device!r} here: {why}") from None
 
 
-def _best(cp: ContextParallel, request: Request, layouts: dict[str, Layout]) -> str:
-    """Return the name of the layout whose fastest schedule is fastest; the same on all ranks, as their plans are."""
+def _best(cp: ContextParallel, request: Request, usual: list[Layout]) -> Layout:
+    """Return the layout whose fastest schedule is fastest; the same on all ranks, as their plans are."""
     seconds: dict[str, float] = {}
-    texts, refused = [], None
-    for name, plan in _plans(cp, request, layouts):
+    layouts, texts, refused = {}, [], None
+    for layout, plan in _plans(cp, request, usual, seconds):
         if isinstance(plan, ConfigurationError):
             refused = plan
             continue
-        seconds[name] = plan.candidates[0].predicted_seconds or 0.0 if plan.candidates else 0.0
-        texts.append(f"{name} {seconds[name] * 1e3:.3g} ms ({plan.name})")
+        seconds[layout.name] = plan.candidates[0].predicted_seconds or 0.0 if plan.candidates else 0.0
+        layouts[layout.name] = layout
+        texts.append(f"{layout.name} {seconds[layout.name] * 1e3:.3g} ms ({plan.name})")
     if refused is not None and not seconds:
         raise refused
     best = min(seconds, key=lambda name: seconds[name])
     LOG.info("layout %s: %s", best, ", ".join(texts))
-    return best
+    return layouts[best]
 
 
 def _plans(
-    cp: ContextParallel, request: Request, layouts: dict[str, Layout]
-) -> Iterator[tuple[str, Plan | ConfigurationError]]:
-    for name, layout in layouts.items():
+    cp: ContextParallel, request: Request, usual: list[Layout], seconds: dict[str, float]
+) -> Iterator[tuple[Layout, Plan | ConfigurationError]]:
+    """Yield the layouts that are compared, each with its plan; `seconds` are those of the plans that there were."""
+    for layout in _compared(cp, request, usual, seconds):
         try:
-            yield name, cp.agreed_plan(replace(request, layout=layout))
+            yield layout, cp.agreed_plan(replace(request, layout=layout))
         except Disagreement:
             raise
         except ConfigurationError as error:  # as all ranks hear it: nothing fits in this layout
-            yield name, error
+            yield layout, error
+
+
+def _compared(
+    cp: ContextParallel, request: Request, usual: list[Layout], seconds: dict[str, float]
+) -> Iterator[Layout]:
+    yield from usual
+    found = cp.cuts.of(request.workload.q_length, request.mask)
+    if found in usual:
+        return
+    yield found
+    if found.name in seconds and may_pay_to_even(seconds[found.name], min(seconds.values())):
+        even = cp.cuts.even(request.workload.q_length, request.mask)
+        if even.name == EVEN:
+            yield even
 
 
 def _remember(chosen: dict[Hashable, str], key: Hashable, name: str) -> None:

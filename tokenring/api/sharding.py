@@ -28,7 +28,9 @@ def choose_layout(
     cp: ContextParallel, size: Workload, mask: MaskLike = None, device: torch.device | str = "cpu",
     *, training: bool | None = None,
 ) -> Layout:  # fmt: skip
-    """Return the layout in which the fastest schedule of a call is fastest: zigzag, contiguous or that of "auto".
+    """Return the layout in which the fastest schedule of a call is fastest.
+
+    It is zigzag, contiguous, that of "auto", or the latter with evener work and more rows to move, for fast links.
 
     size: of the call over all ranks, q and kv equally long. mask: that of the attention. device: of the tensors.
     training: whether a backward pass follows; None: if gradients are enabled. All ranks call it together; give what it

@@ -34,6 +34,21 @@ class Swap(NamedTuple):
     columns: list[tuple[int, int, int]]
 
 
+class _PortCosts(dict[int, float]):
+    """Costs of ports by their grains, worked out where they are asked for."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self._scale = scale
+
+    def __missing__(self, grains: int) -> float:
+        steep = share = grains / self._scale
+        for _ in range(STEEPNESS):
+            steep *= steep
+        found = self[grains] = steep + GUIDE * share
+        return found
+
+
 class Assignment:
     """Chunks of a demand, dealt to ranks.
 
@@ -75,11 +90,7 @@ class Assignment:
     def price(self) -> None:
         """Set the costs by how busy the busiest port is now; multiplied out, since all hosts must agree on them."""
         self.scale = 0.8 * max(1, self.busiest_port)
-        shares = [grains / self.scale for grains in range(self.links * len(self.owners) * self.demand.grains + 1)]
-        steep = shares
-        for _ in range(STEEPNESS):
-            steep = [each * each for each in steep]
-        self._port_costs = [most + GUIDE * share for most, share in zip(steep, shares, strict=True)]
+        self._port_costs = _PortCosts(self.scale)
         self.costs = self._costs_of(self.loads, self.received, self.sent, self._widest)
         self.cost = sum(self.costs)
 

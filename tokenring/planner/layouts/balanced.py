@@ -10,20 +10,22 @@ to find the same layout.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from random import Random
 
-import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tokenring.planner.layouts.assignment import Assignment, Swap
+from tokenring.planner.layouts.assignment import Assignment
 from tokenring.planner.layouts.demand import Demand, demand_of
 from tokenring.sequence.layout import AUTO, Layout, Positions, contiguous, make_layout, zigzag
 from tokenring.sequence.mask import Mask
 
 NAME = "balanced"  # what users get who ask for "auto", where no usual layout does as well
+EVEN = "even"  # the balanced layout with its work evened further
 SLACK = 1.02  # times the mean work that a rank may have
+EVENED = 1.005  # and in an even layout, as far as swaps of two chunks get there
 SWAPS = (2500, 3000)
 WARMTH = 0.4  # by how much a swap may cost more than before, at most and at first
 LIKED = 0.7  # share of tried swaps that bring a rank a chunk that it likes
@@ -31,12 +33,8 @@ LOOSENED = 3  # searches with less even work, where transfers take longer
 RELIEVED = 0.6  # share of them that begin at the costliest rank
 MOST_AT_ONCE = 256  # chunks of which all swaps of two ranks are scored at once
 STARTS, DISORDER = 6, 1.0  # deals to start from; by how much of its work a chunk may come sooner or later in one
-STEPS = (5, 8, 16)  # with a swap or two each: of each start, then of the best one, then of that in smaller chunks
+STEPS = (6, 6, 12)  # with a few swaps each: of each start, then of the best one, then of that in smaller chunks
 EVEN_ENOUGH = 1.01  # times the work that a rank may have, where starts are compared
-SCORED, PRICED = 16, 4  # swaps of a rank of which the exact cost may be asked, and of which it is
-DRAWN = 1  # ranks beside the costliest whose swaps are scored in a step
-REST = 7  # steps for which a chunk that was moved stays, and up to twice as many
-REPRICED = 0.9  # times the busiest port of the last prices, at which there are new ones
 GRAINS = 4  # in the smallest chunk
 CHUNKS, CHUNKS_A_RANK = 128, 16  # of the smallest size: at least so many where rows suffice
 LEAST_ROWS = 64  # in a chunk
@@ -66,6 +64,31 @@ def balanced_layout(mask: Mask, length: int, world_size: int, pairs_a_row: int =
     if best <= _standing(found, pairs_a_grain):
         return usual[standings.index(best)]
     return _layout(found.owners, world_size, length)
+
+
+@lru_cache(maxsize=64)
+def even_layout(mask: Mask, length: int, world_size: int, links: int = 1) -> Layout:
+    """Return the balanced layout for a mask with its work evened further, whatever rows that costs.
+
+    It is for ranks that compute for longer than rows travel, and costs one or two milliseconds more than the balanced
+    one. Where that is a usual layout, or as even already, it stays as it is.
+    """
+    found = balanced_layout(mask, length, world_size, links=links)
+    count = _chunks(length, world_size)
+    if found.name != NAME or count is None:
+        return found
+    demand = demand_of(mask, length, count, GRAINS)
+    before = _owners(found, count)
+    owners = _evened(demand, before, world_size, EVENED * sum(demand.pairs) / world_size)
+    return found if owners == before else replace(_layout(owners, world_size, length), name=EVEN)
+
+
+def may_pay_to_even(balanced_seconds: float, fastest_seconds: float) -> bool:
+    """Return whether the even layout may be fastest, by the times of the balanced one and of the fastest known.
+
+    It has less work by what the balanced one may have too much, at most: where that lies further behind, nothing helps.
+    """
+    return balanced_seconds <= SLACK * fastest_seconds
 
 
 def layout_of(name: str | Layout, world_size: int, length: int, mask: Mask, links: int = 1) -> Layout:
@@ -164,23 +187,25 @@ def _searched_within(demand: Demand, world_size: int, most_pairs: float, links: 
 
 def _searched_at_once(demand: Demand, world_size: int, most_pairs: float) -> Assignment:
     """Return the best assignment that is found where all swaps of two ranks are scored at once."""
+    from tokenring.planner.layouts.best_swaps import improved_at_once
     from tokenring.planner.layouts.scores import fractions
 
     brief, longer, last = STEPS
-    random, found = Random(0), []
-    large = demand.coarser(2)
-    needs = fractions(large)
-    for start in range(STARTS):
+    randoms, large = [Random(start) for start in range(STARTS)], demand.coarser(2)
+    needs, starts = fractions(large), []
+    for start, random in enumerate(randoms):
         owners = _dealt(large, world_size, most_pairs, random if start else None)
         owners = _evened(large, owners, world_size, most_pairs)
-        best = _improved_at_once(Assignment(large, owners, world_size, most_pairs), needs, brief, random)
-        now = Assignment(large, best, world_size, most_pairs)
-        found.append((max(EVEN_ENOUGH * most_pairs, *now.loads), now.busiest_port, best))
+        starts.append(Assignment(large, owners, world_size, most_pairs))
+    found = []
+    for owners in improved_at_once(starts, needs, brief, randoms):
+        now = Assignment(large, owners, world_size, most_pairs)
+        found.append((max(EVEN_ENOUGH * most_pairs, *now.loads), now.busiest_port, owners))
     now = Assignment(large, min(found)[-1], world_size, most_pairs)
-    owners = [owner for owner in _improved_at_once(now, needs, longer, random) for _ in range(2)]
-    owners = _evened(demand, owners, world_size, most_pairs)
+    [owners] = improved_at_once([now], needs, longer, randoms[:1])
+    owners = _evened(demand, [owner for owner in owners for _ in range(2)], world_size, most_pairs)
     now = Assignment(demand, owners, world_size, most_pairs)
-    owners = _improved_at_once(now, fractions(demand), last, random)
+    [owners] = improved_at_once([now], fractions(demand), last, randoms[:1])
     return Assignment(demand, owners, world_size, most_pairs)
 
 
@@ -196,11 +221,14 @@ def _dealt(demand: Demand, world_size: int, most_pairs: float, random: Random | 
     for chunk in sorted(range(count), key=lambda chunk: -demand.pairs[chunk] * shares[chunk]):
         need, own, pairs = demand.needs[chunk], demand.own(chunk), demand.pairs[chunk]
 
-        def adds(rank: int, need: int = need, own: int = own, pairs: int = pairs) -> tuple[float, int, int]:
+        best, least = -1, (float("inf"), 0, 0)
+        for rank in ranks:
+            over = loads[rank] + pairs - most_pairs
+            if held[rank] == each or over > least[0] > 0:
+                continue
             more = ((needed[rank] | need) & ~(owned[rank] | own)).bit_count() - absent[rank]
-            return max(0, loads[rank] + pairs - most_pairs), more, loads[rank]
-
-        best = min((rank for rank in ranks if held[rank] < each), key=adds)
+            if (adds := (max(0, over), more, loads[rank])) < least:
+                best, least = rank, adds
         owners[chunk] = best
         owned[best], needed[best] = owned[best] | own, needed[best] | need
         absent[best] = (needed[best] & ~owned[best]).bit_count()
@@ -216,10 +244,11 @@ def _evened(demand: Demand, owners: Sequence[int], world_size: int, most_pairs: 
     owners, pairs = list(owners), demand.pairs
     held = [[chunk for chunk, owner in enumerate(owners) if owner == rank] for rank in range(world_size)]
     loads = [sum(pairs[chunk] for chunk in some) for some in held]
+    by_size = [_by_size(pairs, some) for some in held]
     while (load := max(loads)) > most_pairs:
         rank = loads.index(load)
         most, mine, theirs = min(
-            swap for other in range(world_size) for swap in _evenest(pairs, held[rank], load, held[other], loads[other])
+            _evenest(pairs, held[rank], load, *by_size[other], loads[other]) for other in range(world_size)
         )
         if most >= load:
             break
@@ -228,24 +257,32 @@ def _evened(demand: Demand, owners: Sequence[int], world_size: int, most_pairs: 
         for each, gone, come in ((rank, mine, theirs), (other, theirs, mine)):
             held[each][held[each].index(gone)] = come
             loads[each] += pairs[come] - pairs[gone]
+            by_size[each] = _by_size(pairs, held[each])
     return owners
 
 
-def _evenest(
-    pairs: Sequence[int], held: list[int], load: int, others: list[int], other_load: int
-) -> Iterator[tuple[int, int, int]]:
-    """Yield what either of two ranks has at most after the swaps that even them most, for each chunk of the first.
+def _by_size(pairs: Sequence[int], held: Sequence[int]) -> tuple[list[int], dict[int, int]]:
+    """Return the sizes of chunks in order, and the first chunk of each."""
+    chunk_of = {pairs[chunk]: chunk for chunk in sorted(held, reverse=True)}
+    return sorted(chunk_of), chunk_of
 
-    These bring it as near as can be to the middle of both, from above or from below.
+
+def _evenest(
+    pairs: Sequence[int], held: Sequence[int], load: int, sizes: list[int], chunk_of: dict[int, int], other_load: int
+) -> tuple[int, int, int]:
+    """Return what either of two ranks has at most after the swap that evens them most, and its two chunks.
+
+    For a chunk of the first that is one of the two that bring it nearest to the middle, from above or from below.
     """
-    chunk_of: dict[int, int] = {}  # the first of those that are as much work
-    for chunk in sorted(others, reverse=True):
-        chunk_of[pairs[chunk]] = chunk
-    sizes = sorted(chunk_of)
+    best, middle = (load + other_load, -1, -1), (load - other_load) / 2
     for mine in held:
-        at = bisect_left(sizes, pairs[mine] - (load - other_load) / 2)
-        for size in sizes[max(0, at - 1) : at + 1]:
-            yield max(load - pairs[mine] + size, other_load + pairs[mine] - size), mine, chunk_of[size]
+        size = pairs[mine]
+        at = bisect_left(sizes, size - middle)
+        for come in sizes[max(0, at - 1) : at + 1]:
+            most = max(load - size + come, other_load + size - come)
+            if most <= best[0]:
+                best = min(best, (most, mine, chunk_of[come]))
+    return best
 
 
 def _improved(now: Assignment, swaps: int, random: Random) -> list[int]:
@@ -265,63 +302,6 @@ def _improved(now: Assignment, swaps: int, random: Random) -> list[int]:
             now.take(swap)
             if now.cost < cheapest:
                 best, cheapest = list(now.owners), now.cost
-    return best
-
-
-def _improved_at_once(now: Assignment, needs: torch.Tensor, steps: int, random: Random) -> list[int]:
-    """Return the cheapest owners met on the way of the best swaps of the costliest rank, and of one drawn by lot.
-
-    Of the costliest rank the best is taken though it costs more than nothing, but none of the chunks that were just
-    moved: so the way leads out of where no swap gains.
-    """
-    from tokenring.planner.layouts.scores import SwapScores
-
-    now.price()
-    scores, priced = SwapScores(now, needs), now.busiest_port
-    best, cheapest = list(now.owners), now.cost
-    resting: dict[int, int] = {}  # until which step a chunk stays where it is
-    for step in range(steps):
-        first = now.costliest()
-        ranks = list(dict.fromkeys((first, *(int(random.random() * now.ranks) for _ in range(DRAWN)))))
-        changed: set[int] = set()
-        for rank, some in zip(ranks, scores.best(ranks, SCORED), strict=True):
-            limit = float("inf") if rank == first else now.cost
-            swap = _best_swap(now, rank, some, resting, step, cheapest, limit)
-            if swap is None:
-                continue
-            for chunk in (now.held[at][place] for at, place in zip(swap.ranks, swap.places, strict=True)):
-                resting[chunk] = step + REST + int(REST * random.random())
-            now.take(swap)
-            changed.update(swap.ranks)
-            if now.cost < cheapest:
-                if now.busiest_port < REPRICED * priced:
-                    priced = now.busiest_port
-                    now.price()
-                    scores.price()
-                best, cheapest = list(now.owners), now.cost
-        if changed:
-            scores.follow(sorted(changed))
-    return best
-
-
-def _best_swap(
-    now: Assignment, rank: int, some: list[tuple[float, int, int]], resting: dict[int, int], step: int,
-    cheapest: float, limit: float,
-) -> Swap | None:  # fmt: skip
-    """Return the cheapest of the first few of these swaps, without chunks that rest unless it is the cheapest ever."""
-    best, tried = None, 0
-    for score, place, chunk in some:
-        if now.owners[chunk] == rank:
-            continue
-        rests = max(resting.get(chunk, 0), resting.get(now.held[rank][place], 0)) > step
-        if rests and now.cost + score >= cheapest:
-            continue
-        found = now.swap(rank, place, chunk, limit)
-        if found is not None:
-            best, limit = found, sum(found.costs)
-        tried += 1
-        if tried == PRICED:
-            break
     return best
 
 
