@@ -74,13 +74,13 @@ class _Stretch:
 
     def __init__(self, moves: tuple[Move, ...]) -> None:
         self.moves = moves
-        self._made: list[Message] | None = None
+        self._made: dict[None, list[Message]] = {}
 
     def messages(self, storage: Storage, rank: int) -> list[Message]:
-        """Return the messages in which they go, the same at both ends; rank: of the end that asks."""
-        if self._made is None:
-            self._made = [Message(storage, parts) for parts in self._joined(storage, rank)]
-        return self._made
+        """Return the messages in which they go, the same objects at both ends; rank: of the end that asks."""
+        if None not in self._made:
+            self._made.setdefault(None, [Message(storage, parts) for parts in self._joined(storage, rank)])
+        return self._made[None]
 
     def _joined(self, storage: Storage, rank: int) -> Iterator[list[MovePart]]:
         """Yield what goes in one message: rows that are neighbours at both ends."""
@@ -123,7 +123,8 @@ def storage_of(schedule: ScheduleData) -> Storage:
 class Storage:
     """The slabs of every rank of a schedule. Ranks agree on it without talking.
 
-    Threads of one process may ask the same one: what is worked out once is seen by others only when it is whole.
+    Threads of one process may ask the same one: what is worked out once is seen by others only when it is whole, and
+    all have the messages of the thread that came first (`setdefault`), since these are known by their identity.
     """
 
     def __init__(self, schedule: ScheduleData) -> None:
@@ -209,7 +210,8 @@ class Storage:
         known = self._messages.get((rank, direction))
         if known is None:
             stretches = self._stretches_of(direction)[rank]
-            known = self._messages[rank, direction] = [each for some in stretches for each in some.messages(self, rank)]
+            made = [each for some in stretches for each in some.messages(self, rank)]
+            known = self._messages.setdefault((rank, direction), made)
         return known
 
     def _stretches_of(self, direction: Pass) -> list[list[_Stretch]]:
@@ -223,7 +225,7 @@ class Storage:
                     stretch = self._of_a_pass[id(moves[0])] = _Stretch(moves)
                 found[src].append(stretch)
                 found[dst].append(stretch)
-            self._stretches[direction] = found
+            self._stretches.setdefault(direction, found)
         return self._stretches[direction]
 
     @cached_property
