@@ -56,7 +56,7 @@ def race(cell: dict[str, Any]) -> dict[str, Any]:
                 if turn:  # the first makes programs and connections
                     seconds[way].append(took)
         one_call(cache, "auto", home, tokens, q, new)
-    auto = next(iter(cache.choices.values()), cell["ways"][-1])
+    auto = next(iter(cache.choices.values()), cell["ways"][0])
     return {"cell": cell["name"], "seconds": seconds, "auto": auto}
 
 

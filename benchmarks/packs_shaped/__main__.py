@@ -92,13 +92,13 @@ class Race:
 
     def _own(self, tflops: float) -> float:
         """Return the seconds of the busiest wire of our own layout and schedule."""
-        best = min((self.plan(self.layouts[name], tflops) for name in OURS), key=seconds)
+        best = min((self.plan(self.layouts[name], tflops) for name in OURS if name in self.layouts), key=seconds)
         return busiest(best.schedule, self.setting(tflops)).seconds
 
     @property
     def chosen(self) -> str:
         """Name of the layout that we choose."""
-        return min(OURS, key=lambda name: seconds(self.plans[name]))
+        return min((name for name in OURS if name in self.plans), key=lambda name: seconds(self.plans[name]))
 
     def measured(self, net: Emulated) -> dict[str, float]:
         """Return the median seconds of each layout."""
@@ -121,7 +121,7 @@ class Race:
         return {name: statistics.median(each) for name, each in found.items()}
 
 
-OURS = ("balanced", "even", "zigzag", "contiguous")  # what `tokenring plan --layout auto` compares
+OURS = ("balanced", "even", "zigzag", "contiguous")  # what `tokenring plan --layout auto` compares, if it differs
 
 
 def seconds(plan: Plan) -> float:
@@ -130,9 +130,11 @@ def seconds(plan: Plan) -> float:
 
 def layouts_of(mask: Mask, length: int, ranks: int, links: int, magi: Any) -> dict[str, Layout]:
     """Return our layouts and the distinct ones of Magi's settings, by name. links: of a rank's port."""
-    found = {"balanced": balanced_layout(mask, length, ranks, links=links),
-             "even": even_layout(mask, length, ranks, links), "zigzag": zigzag(ranks, length),
+    found = {"balanced": balanced_layout(mask, length, ranks, links=links), "zigzag": zigzag(ranks, length),
              "contiguous": contiguous(ranks, length)}  # fmt: skip
+    even = even_layout(mask, length, ranks, links)
+    if even != found["balanced"]:
+        found["even"] = even
     seen = set()
     for name, layout in magi(mask, length, ranks) if magi else ():
         if (key := (len(layout.chunks), layout.owners)) not in seen:

@@ -107,7 +107,7 @@ def run_large(here: Here, case: Case) -> tuple[Local, list[str], bool]:
 
 @pytest.mark.parametrize("name", ["tokenring", "usp/2"])
 def test_ranks_tell_each_other_which_channels_they_use(name: str, ranks: RankPools) -> None:
-    """As above 256 ranks, where none knows the whole schedule."""
+    """As above 64 ranks, where none knows the whole schedule."""
     case = Case(4, name, "zigzag", "causal", 4, 2, 2, 16, torch.float32, None)
     found = ranks(4)(run_large, case)
     check_exact(case.whole([local for local, _, _ in found]), case.reference())

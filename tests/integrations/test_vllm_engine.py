@@ -33,23 +33,27 @@ def generated(model: Path, ranks: int) -> list[dict[str, Any]]:
         "MASTER_ADDR": "127.0.0.1", "VLLM_HOST_IP": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(max(1, ranks)),
     }  # fmt: skip
-    started = [
-        subprocess.Popen(
-            [PYTHON, str(SCRIPT), str(model), str(ranks)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(max(1, ranks))
-    ]  # fmt: skip
+    all_ranks = range(max(1, ranks))
+    # Into files: a rank that fills a pipe which nobody reads yet would wait, and so would the other.
+    name = f"{model.name} of {ranks}"
+    said = [(model.parent / f"{name} out {rank}", model.parent / f"{name} err {rank}") for rank in all_ranks]
+    started = []
+    for rank, paths in zip(all_ranks, said, strict=True):
+        with paths[0].open("w") as out, paths[1].open("w") as err:
+            command = [PYTHON, str(SCRIPT), str(model), str(ranks)]
+            of_rank = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            started.append(subprocess.Popen(command, stdout=out, stderr=err, env=of_rank))
     found = []
     try:
-        for each in started:
-            out, error = each.communicate(timeout=patient(SECONDS))
-            assert each.returncode == 0, error[-4000:]
-            found += [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        for each, paths in zip(started, said, strict=True):
+            code = each.wait(patient(SECONDS))
+            lines, errors = (path.read_text(encoding="utf-8", errors="replace") for path in paths)
+            assert code == 0, errors[-4000:]
+            found += [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
     finally:
         for each in started:
             each.kill()
-            each.communicate()
+            each.wait()
     return found
 
 

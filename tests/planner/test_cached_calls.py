@@ -248,7 +248,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "1 new token over 131,072 cached, 64:8 heads × 128, bfloat16" in said
     assert re.search(r"one-shot: 1\.\d\d × as fast as direct-q", said)
-    assert "8 ranks are faster than one from" in said and "q moves below" in said
+    assert "8 ranks that all have the new tokens are faster than one from" in said and "q moves below" in said
 
 
 @pytest.mark.parametrize(

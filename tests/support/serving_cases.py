@@ -89,11 +89,13 @@ def served(here: Here, model: Any, case: Case) -> tuple[torch.Tensor, torch.Tens
 def scores_error(found: torch.Tensor, wanted: torch.Tensor, case: Case) -> float:
     """Return how far scores [steps, rows, vocabulary] are apart at most; -inf in one of them alone is infinitely far.
 
-    Of beams each row counts beside the nearest of its step: which of two that are as good comes first is rounding.
+    Of beams each row counts beside the nearest of its step, and each wanted one beside the nearest found: which of two
+    that are as good comes first is rounding.
     """
     if "num_beams" not in dict(case.options):
         return float(_apart(found, wanted).max())
-    return float(_apart(found[:, :, None], wanted[:, None]).amax(-1).amin(-1).max())
+    pairs = _apart(found[:, :, None], wanted[:, None]).amax(-1)  # [steps, found rows, wanted rows]
+    return float(torch.maximum(pairs.amin(1).max(), pairs.amin(2).max()))
 
 
 def _apart(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,8 @@ def _request(
     made = mask_of(mask) or Full()
     made.check_length(size.q_length)
     training = torch.is_grad_enabled() if training is None else training
-    return Request(size, made, checked_scale(None, size.head_dim), training, _placed(device))
+    scale = checked_scale(None, size.head_dim)
+    return Request(size, made, scale, training, _placed(device), wants_lse=training)
 
 
 def _placed(device: torch.device | str) -> torch.device:
@@ -118,7 +119,8 @@ def _compared(
     if found in usual:
         return
     yield found
-    if found.name in seconds and may_pay_to_even(seconds[found.name], min(seconds.values())):
+    times = seconds.get(found.name), min(seconds.values(), default=0.0)
+    if times[0] is not None and may_pay_to_even(request.mask, found, times[0], times[1]):
         even = cp.cuts.even(request.workload.q_length, request.mask)
         if even.name == EVEN:
             yield even

@@ -141,7 +141,8 @@ def _crossed(call: CachedCall) -> list[str]:
     if several is None:
         ranks = "one rank is faster, whatever is cached"
     else:
-        ranks = f"{call.ranks} ranks are faster than one from {several:,} cached tokens on"
+        count = f"{several:,} cached token{'s' if several > 1 else ''}"
+        ranks = f"{call.ranks} ranks that all have the new tokens are faster than one from {count} on"
     more = "" if moves is None else ", the cache from there on"
     steps = "in one round, whatever their number"
     if two_step is not None:

@@ -24,7 +24,8 @@ def planned_in_layouts(asked: Asked, environment: Mapping[str, str]) -> tuple[As
     usual = [make(ranks, length) for make in (zigzag, contiguous)]
     calls = [call, *(replace(call, q_layout=each, kv_layout=each) for each in usual if each.name != call.q_layout.name)]
     plans = [plan_or_forecast_kept(each, environment) for each in calls]
-    if call.q_layout.name == NAME and may_pay_to_even(_seconds(plans[0]), min(map(_seconds, plans))):
+    times = _seconds(plans[0]), min(map(_seconds, plans))
+    if call.q_layout.name == NAME and may_pay_to_even(call.mask, call.q_layout, *times):
         even = even_layout(call.mask, length, ranks, call.setting.interconnect.port_links)
         if even.name == EVEN:
             calls.append(replace(call, q_layout=even, kv_layout=even))

@@ -17,6 +17,7 @@ from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
 from tokenring.api.sharding import positions, unshard
 from tokenring.errors import BackendUnavailable, ConfigurationError, UnsupportedError
+from tokenring.integrations.transformers.refusals import CACHES
 from tokenring.runtime.agreement import Description, refusing
 from tokenring.sequence.layout import Layout, as_integer
 from tokenring.sequence.mask import Causal
@@ -30,7 +31,6 @@ NAME = "tokenring-serving"  # of the attention function, as transformers' config
 OF_MODULE = "_tokenring_serving"  # of each attention module
 SHARDED_FROM = 64  # tokens of a prompt: below, every rank computes all of them
 SEED_BYTES = 6
-NAMES_OF_CACHE = ("past_key_values", "cache")  # in calls and outputs: before transformers 5.24, and from there on
 ABSENT = object()  # an attribute that an object has from its class alone
 Piece = tuple[int, int, "Home"]  # first token, end, and who computes them
 
@@ -180,7 +180,7 @@ class Serving:
         given: the cache, which callers give by either of its names, too.
         """
         with self._refusing():
-            for name in NAMES_OF_CACHE:
+            for name in CACHES:
                 if (other := kwargs.pop(name, None)) is not None:
                     if given is not None and other is not given:
                         raise ConfigurationError(f"two caches in one call: give one, as {self._named}")
@@ -298,11 +298,20 @@ def _attention(
 
 
 def name_of_cache() -> str:
-    """Return the name that this transformers gives the cache in calls and outputs of models."""
+    """Return the name that this transformers gives the cache in calls and outputs of models.
+
+    Raises UnsupportedError for one that is not known.
+    """
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     fields = BaseModelOutputWithPast.__dataclass_fields__
-    return next(name for name in NAMES_OF_CACHE if name in fields)
+    for name in CACHES:
+        if name in fields:
+            return name
+    raise UnsupportedError(
+        f"models of this transformers return {', '.join(fields)}, and none of {' or '.join(CACHES)}: take a version "
+        f"that docs/transformers.md names"
+    )
 
 
 def _longest(config: Any) -> int:

@@ -76,7 +76,7 @@ class CachedCall:
 
     @property
     def new_seconds(self) -> float:
-        """Return the seconds of kernels from all new tokens to each other, beside those to what is cached."""
+        """Return the seconds of kernels from new tokens to earlier new ones, beside those to what is cached."""
         tokens = self.workload.q_length
         return self.kernel_seconds(tokens, (tokens - 1) / 2) - self.machine.rates.call_seconds
 

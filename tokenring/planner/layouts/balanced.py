@@ -70,8 +70,8 @@ def balanced_layout(mask: Mask, length: int, world_size: int, pairs_a_row: int =
 def even_layout(mask: Mask, length: int, world_size: int, links: int = 1) -> Layout:
     """Return the balanced layout for a mask with its work evened further, whatever rows that costs.
 
-    It is for ranks that compute for longer than rows travel, and costs one or two milliseconds more than the balanced
-    one. Where that is a usual layout, or as even already, it stays as it is.
+    It is for ranks that compute for longer than rows travel, and costs a small part of the search for the balanced one.
+    Where that is a usual layout, or as even already, it stays as it is.
     """
     found = balanced_layout(mask, length, world_size, links=links)
     count = _chunks(length, world_size)
@@ -83,12 +83,12 @@ def even_layout(mask: Mask, length: int, world_size: int, links: int = 1) -> Lay
     return found if owners == before else replace(_layout(owners, world_size, length), name=EVEN)
 
 
-def may_pay_to_even(balanced_seconds: float, fastest_seconds: float) -> bool:
+def may_pay_to_even(mask: Mask, balanced: Layout, balanced_seconds: float, fastest_seconds: float) -> bool:
     """Return whether the even layout may be fastest, by the times of the balanced one and of the fastest known.
 
-    It has less work by what the balanced one may have too much, at most: where that lies further behind, nothing helps.
+    No layout has less than the mean work: where the balanced one is behind by more than its imbalance, nothing helps.
     """
-    return balanced_seconds <= SLACK * fastest_seconds
+    return balanced_seconds <= imbalance(mask, balanced) * fastest_seconds
 
 
 def layout_of(name: str | Layout, world_size: int, length: int, mask: Mask, links: int = 1) -> Layout:
