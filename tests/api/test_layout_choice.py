@@ -136,6 +136,25 @@ def test_where_kernels_decide_work_is_evener(ranks: RankPools) -> None:
     assert found[0][0][-1] > 0 and [told for *_, told in found[0][1:]] == [0, 0]
 
 
+def told(here: Here) -> list[tuple[int, int]]:
+    """How often plans are told to choose a layout, and for the call in it, where nothing is trained."""
+    cp, size, found = here.cp(schedule="auto:ulysses,ring"), tr.Workload(1, LENGTH, LENGTH, 4, 4, DIM), []
+    q = torch.randn(1, LENGTH, 4, DIM)
+    with torch.no_grad(), counted_texts(cp) as exchanged:
+        for mask in (tr.Causal(), ALIKE[0]):
+            exchanged.clear()
+            layout = tr.choose_layout(cp, size, mask)
+            first, part = exchanged.count("the plan"), tr.shard(q, cp, layout=layout)
+            tr.attention(part, part, part, cp, mask, layout=layout)
+            found.append((first, exchanged.count("the plan") - first))
+    return found
+
+
+def test_a_call_that_trains_nothing_takes_the_plan_too(ranks: RankPools) -> None:
+    for found in ranks(2)(told):
+        assert all(first > 0 == later for first, later in found), found
+
+
 def refused(here: Here) -> list[str]:
     cp, said = here.cp(schedule="auto"), []
     size = tr.Workload(1, LENGTH, LENGTH, 2, 2, DIM)

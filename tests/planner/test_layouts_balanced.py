@@ -12,10 +12,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tokenring as tr
 from tokenring.planner.interconnects.interconnect import Interconnect, full_mesh, ring, switch
 from tokenring.planner.layouts.assignment import Assignment
-from tokenring.planner.layouts.balanced import EVEN, EVENED, NAME, SLACK, balanced_layout, even_layout, imbalance
+from tokenring.planner.layouts.balanced import (
+    EVEN,
+    EVENED,
+    NAME,
+    SLACK,
+    balanced_layout,
+    even_layout,
+    imbalance,
+    may_pay_to_even,
+)
 from tokenring.planner.layouts.demand import demand_of
 from tokenring.planner.layouts.scores import SwapScores, fractions
-from tokenring.sequence.layout import Positions
+from tokenring.sequence.layout import Positions, contiguous
 
 LENGTH = 16384
 
@@ -180,6 +189,14 @@ def test_an_even_layout_is_evener_than_the_balanced_one(links: int) -> None:
     assert evened > 1
     assert even_layout(tr.Causal(), LENGTH, 4).name == "zigzag"
     assert even_layout(pack(0, 96), 96, 4) == balanced_layout(pack(0, 96), 96, 4)
+
+
+def test_an_even_layout_may_win_by_all_that_the_balanced_one_is_uneven() -> None:
+    """Of uneven work more than `SLACK`, too, which few ranks may be left with."""
+    mask, halves = tr.Causal(), contiguous(2, LENGTH)
+    uneven = imbalance(mask, halves)
+    assert uneven == pytest.approx(1.5, rel=0.01)
+    assert may_pay_to_even(mask, halves, 0.99 * uneven, 1.0) and not may_pay_to_even(mask, halves, 1.01 * uneven, 1.0)
 
 
 def test_slow_links_get_fewer_rows_and_less_even_work() -> None:
