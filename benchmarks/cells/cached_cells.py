@@ -25,7 +25,7 @@ sys.path[:0] = [str(REPO), str(REPO / "tests" / "support"), str(HERE)]
 
 import torch  # noqa: E402
 from grid import CORES, UPLINK_SHARE, link_gbit  # noqa: E402
-from run import CELL_SECONDS, options_of, read_done  # noqa: E402
+from run import CELL_SECONDS, measure_or_print  # noqa: E402
 from shaped import measured  # noqa: E402
 
 from tokenring.emulate import Emulated  # noqa: E402
@@ -144,25 +144,5 @@ def table(path: Path) -> Iterator[str]:
     yield f"\nauto within {NEAR} x the best in {near} of {total} cells, {FAR} x in {far}, at most {most:.3f} x"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=REPO / "docs" / "cached-cells.csv")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default="", help="cells whose name contains this")
-    parser.add_argument("--table", type=Path, metavar="CSV", help="print what came of it")
-    options = parser.parse_args()
-    if options.table:
-        print(*table(options.table), sep="\n")
-        return 0
-    done = read_done(options.out, COLUMNS)
-    waiting = [cell for cell in cells() if cell.name not in done and options.only in cell.name]
-    print(f"{len(waiting)} cells to measure", flush=True)
-    for shape, group in groupby(waiting, key=lambda cell: cell.shape):
-        with Emulated(shape.kind, shape.ranks, shape.link_gbit, **options_of(shape)) as net:
-            for cell in group:
-                measure(net, cell, options)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure_or_print(__doc__, "cached-cells.csv", 7, COLUMNS, cells, measure, table))

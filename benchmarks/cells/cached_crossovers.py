@@ -1,4 +1,4 @@
-"""Where ways to attend to a KV cache cross on shaped links, beside where `tokenring plan --cached` says that they do.
+"""Find where ways to attend to a KV cache cross on shaped links, beside where `tokenring plan --cached` says they do.
 
     sudo python benchmarks/cells/cached_crossovers.py [--out docs/cached-crossovers.csv] [--rounds 5] [--only SUBSTRING]
     python benchmarks/cells/cached_crossovers.py --table docs/cached-crossovers.csv
@@ -31,7 +31,7 @@ sys.path[:0] = [str(REPO), str(REPO / "tests" / "support"), str(HERE)]
 import torch  # noqa: E402
 from cached_cells import HEAD_DIM, NO_COMPUTE_TFLOPS, PORT_GBIT, Q_HEADS  # noqa: E402
 from grid import CORES, UPLINK_SHARE, link_gbit  # noqa: E402
-from run import CELL_SECONDS, options_of, read_done  # noqa: E402
+from run import CELL_SECONDS, measure_or_print  # noqa: E402
 from shaped import all_measured  # noqa: E402
 
 from tokenring.emulate import Emulated  # noqa: E402
@@ -211,25 +211,5 @@ def table(path: Path) -> Iterator[str]:
             yield f"\n{what}: within {WITHIN} x in {near} of {len(each)}, at most {max(each):.2f} x"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=REPO / "docs" / "cached-crossovers.csv")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="crossovers whose name contains this")
-    parser.add_argument("--table", type=Path, metavar="CSV", help="print what came of it")
-    options = parser.parse_args()
-    if options.table:
-        print(*table(options.table), sep="\n")
-        return 0
-    done = read_done(options.out, COLUMNS)
-    waiting = [each for each in crossings() if each.name not in done and options.only in each.name]
-    print(f"{len(waiting)} crossovers to look for", flush=True)
-    for shape, group in groupby(waiting, key=lambda each: each.shape):
-        with Emulated(shape.kind, shape.ranks, shape.link_gbit, **options_of(shape)) as net:
-            for crossing in group:
-                measure(net, crossing, options)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure_or_print(__doc__, "cached-crossovers.csv", 5, COLUMNS, crossings, measure, table))

@@ -15,8 +15,10 @@ import csv
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any, TypeVar
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
@@ -38,6 +40,7 @@ COLUMNS = (
     "ahead_bytes",  # up to which requests were received from the start
 )  # fmt: skip
 CELL_SECONDS = 900.0
+T = TypeVar("T", bound=Any)  # a cell, which has a name and a shape
 
 
 def main() -> int:
@@ -55,10 +58,41 @@ def main() -> int:
     asked = launch_cells() if options.launches else cells()
     waiting = [cell for cell in asked if cell.name not in done and options.only in cell.name][: options.limit]
     print(f"{len(waiting)} cells to measure, {len(done)} are in {options.out}", flush=True)
+    measure_all(waiting, measure, options)
+    return 0
+
+
+def measure_all(
+    waiting: Iterable[T], measure: Callable[[Emulated, T, argparse.Namespace], None], options: argparse.Namespace
+) -> None:
+    """Measure cells, each on the links of its shape; neighbours of one shape have them together."""
     for shape, group in groupby(waiting, key=lambda cell: cell.shape):
         with Emulated(shape.kind, shape.ranks, shape.link_gbit, **options_of(shape)) as net:
             for cell in group:
                 measure(net, cell, options)
+
+
+def measure_or_print(
+    description: str | None, out: str, rounds: int, columns: tuple[str, ...], cells: Callable[[], Sequence[T]],
+    measure: Callable[[Emulated, T, argparse.Namespace], None], table: Callable[[Path], Iterator[str]],
+) -> int:  # fmt: skip
+    """Be the command that measures those cells that are not in a file yet, or prints the table of one.
+
+    out, rounds: what holds where the command says nothing; out is a file of docs/.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=REPO / "docs" / out)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--table", type=Path, metavar="CSV", help="print what came of it")
+    options = parser.parse_args()
+    if options.table:
+        print(*table(options.table), sep="\n")
+        return 0
+    done = read_done(options.out, columns)
+    waiting = [cell for cell in cells() if cell.name not in done and options.only in cell.name]
+    print(f"{len(waiting)} cells to measure", flush=True)
+    measure_all(waiting, measure, options)
     return 0
 
 

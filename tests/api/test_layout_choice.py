@@ -116,7 +116,7 @@ def test_what_the_schedule_makes_of_a_pack(ranks: RankPools) -> None:
 
 
 def evened(here: Here) -> list[tuple[str, float, float, int]]:
-    """Of packs of one shape, where kernels decide: the choice, its imbalance and that of auto, and what was told."""
+    """Return for packs of one shape, where kernels decide: the choice, its imbalance, that of auto, what was told."""
     cp, found = busy_kernels(here, "auto:direct-kv"), []
     with counted_texts(cp) as exchanged:
         for mask in map(longer, UNEVEN):
@@ -128,7 +128,7 @@ def evened(here: Here) -> list[tuple[str, float, float, int]]:
 
 
 def test_where_kernels_decide_work_is_evener(ranks: RankPools) -> None:
-    """Of all packs of the shape, and for a later one nothing is exchanged."""
+    """It is for all packs of the shape, and for a later one nothing is exchanged."""
     found = ranks(2)(evened)
     assert found[0] == found[1]
     for name, uneven, before, _ in found[0]:
@@ -137,7 +137,7 @@ def test_where_kernels_decide_work_is_evener(ranks: RankPools) -> None:
 
 
 def told(here: Here) -> list[tuple[int, int]]:
-    """How often plans are told to choose a layout, and for the call in it, where nothing is trained."""
+    """Count plans told to choose a layout, and for the call in it, where nothing is trained."""
     cp, size, found = here.cp(schedule="auto:ulysses,ring"), tr.Workload(1, LENGTH, LENGTH, 4, 4, DIM), []
     q = torch.randn(1, LENGTH, 4, DIM)
     with torch.no_grad(), counted_texts(cp) as exchanged:

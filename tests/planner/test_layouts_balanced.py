@@ -192,7 +192,7 @@ def test_an_even_layout_is_evener_than_the_balanced_one(links: int) -> None:
 
 
 def test_an_even_layout_may_win_by_all_that_the_balanced_one_is_uneven() -> None:
-    """Of uneven work more than `SLACK`, too, which few ranks may be left with."""
+    """It may win by more than `SLACK`, too, where few ranks are left with work that uneven."""
     mask, halves = tr.Causal(), contiguous(2, LENGTH)
     uneven = imbalance(mask, halves)
     assert uneven == pytest.approx(1.5, rel=0.01)

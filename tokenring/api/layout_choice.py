@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +13,7 @@ from tokenring.api.context import ContextParallel
 from tokenring.api.inputs import check_context
 from tokenring.errors import MOST_SAID, ConfigurationError, one_line
 from tokenring.planner.choosing.pack_shapes import pack_shape
-from tokenring.planner.choosing.plan import Plan
-from tokenring.planner.layouts.balanced import EVEN, may_pay_to_even
+from tokenring.planner.layouts.balanced import EVEN, NAME, may_pay_to_even
 from tokenring.runtime.agreement import Disagreement, refusing
 from tokenring.runtime.bound_kernel import checked_scale
 from tokenring.sequence.layout import Layout, contiguous, zigzag
@@ -80,50 +80,43 @@ def _placed(device: torch.device | str) -> torch.device:
         raise ConfigurationError(f"choose_layout: there is no device {device!r} here: {why}") from None
 
 
+class _Timed(NamedTuple):
+    """A layout, and the fastest schedule in it."""
+
+    layout: Layout
+    seconds: float
+    schedule: str
+
+
 def _best(cp: ContextParallel, request: Request, usual: list[Layout]) -> Layout:
     """Return the layout whose fastest schedule is fastest; the same on all ranks, as their plans are."""
-    seconds: dict[str, float] = {}
-    layouts, texts, refused = {}, [], None
-    for layout, plan in _plans(cp, request, usual, seconds):
-        if isinstance(plan, ConfigurationError):
-            refused = plan
-            continue
-        seconds[layout.name] = plan.candidates[0].predicted_seconds or 0.0 if plan.candidates else 0.0
-        layouts[layout.name] = layout
-        texts.append(f"{layout.name} {seconds[layout.name] * 1e3:.3g} ms ({plan.name})")
-    if refused is not None and not seconds:
-        raise refused
-    best = min(seconds, key=lambda name: seconds[name])
-    LOG.info("layout %s: %s", best, ", ".join(texts))
-    return layouts[best]
+    length, mask = request.workload.q_length, request.mask
+    balanced = cp.cuts.of(length, mask)
+    tried = [_timed(cp, request, each) for each in (*usual, *([] if balanced in usual else [balanced]))]
+    timed = [each for each in tried if isinstance(each, _Timed)]
+    if timed and timed[-1].layout.name == NAME:
+        seconds = timed[-1].seconds, min(each.seconds for each in timed)
+        even = cp.cuts.even(length, mask) if may_pay_to_even(mask, balanced, *seconds) else balanced
+        if even.name == EVEN and isinstance(found := _timed(cp, request, even), _Timed):
+            timed.append(found)
+    if not timed:
+        raise next(each for each in reversed(tried) if isinstance(each, ConfigurationError))
+    best = min(timed, key=lambda each: each.seconds).layout
+    texts = [f"{each.layout.name} {each.seconds * 1e3:.3g} ms ({each.schedule})" for each in timed]
+    LOG.info("layout %s: %s", best.name, ", ".join(texts))
+    return best
 
 
-def _plans(
-    cp: ContextParallel, request: Request, usual: list[Layout], seconds: dict[str, float]
-) -> Iterator[tuple[Layout, Plan | ConfigurationError]]:
-    """Yield the layouts that are compared, each with its plan; `seconds` are those of the plans that there were."""
-    for layout in _compared(cp, request, usual, seconds):
-        try:
-            yield layout, cp.agreed_plan(replace(request, layout=layout))
-        except Disagreement:
-            raise
-        except ConfigurationError as error:  # as all ranks hear it: nothing fits in this layout
-            yield layout, error
-
-
-def _compared(
-    cp: ContextParallel, request: Request, usual: list[Layout], seconds: dict[str, float]
-) -> Iterator[Layout]:
-    yield from usual
-    found = cp.cuts.of(request.workload.q_length, request.mask)
-    if found in usual:
-        return
-    yield found
-    times = seconds.get(found.name), min(seconds.values(), default=0.0)
-    if times[0] is not None and may_pay_to_even(request.mask, found, times[0], times[1]):
-        even = cp.cuts.even(request.workload.q_length, request.mask)
-        if even.name == EVEN:
-            yield even
+def _timed(cp: ContextParallel, request: Request, layout: Layout) -> _Timed | ConfigurationError:
+    """Return what the plan in a layout takes; an error, as all ranks hear it, where nothing fits there."""
+    try:
+        plan = cp.agreed_plan(replace(request, layout=layout))
+    except Disagreement:
+        raise
+    except ConfigurationError as error:
+        return error
+    seconds = plan.candidates[0].predicted_seconds or 0.0 if plan.candidates else 0.0
+    return _Timed(layout, seconds, plan.name)
 
 
 def _remember(chosen: dict[Hashable, str], key: Hashable, name: str) -> None:

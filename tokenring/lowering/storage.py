@@ -74,7 +74,7 @@ class _Stretch:
 
     def __init__(self, moves: tuple[Move, ...]) -> None:
         self.moves = moves
-        self._made: dict[None, list[Message]] = {}
+        self._made: dict[None, list[Message]] = {}  # one entry, which the first of several threads makes
 
     def messages(self, storage: Storage, rank: int) -> list[Message]:
         """Return the messages in which they go, the same objects at both ends; rank: of the end that asks."""
