@@ -18,11 +18,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / each) for each in ("."
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of every lost connection
 
-from faults import Case, Found, Outcome, run_cases  # noqa: E402
+from faults import WITHIN_SECONDS, Case, Found, Outcome, run_cases  # noqa: E402
 
 
 def show(found: Found) -> None:
-    for text in found.troubles():
+    for text in found.troubles(WITHIN_SECONDS):
         print(text, flush=True)
     for each in found.outcomes:
         if each.named is None and each.error == "PeerLost":
@@ -57,7 +57,7 @@ def main() -> None:
     table(found)
     outcomes = [(case.case.victim, each) for case in found for each in case.outcomes]
     right = sum(each.named == victim for victim, each in outcomes)
-    sys.exit(any(case.troubles() for case in found) or right < 0.95 * len(outcomes))
+    sys.exit(any(case.troubles(WITHIN_SECONDS) for case in found) or right < 0.95 * len(outcomes))
 
 
 if __name__ == "__main__":

@@ -90,13 +90,17 @@ class Found:
     outcomes: list[Outcome]
     left: list[str]
 
-    def troubles(self) -> list[str]:
-        """What no case may show; whether the right rank is named is a matter of the whole."""
+    def troubles(self, within_seconds: float = math.inf) -> list[str]:
+        """What no case may show; whether the right rank is named is a matter of the whole.
+
+        within_seconds: how soon each survivor must know, of a quiet machine. A campaign asks; a test does not, since
+        time is measured in benchmarks alone.
+        """
         found = list(self.left)
         for each in self.outcomes:
             if each.error != "PeerLost":
                 found.append(f"rank {each.rank} raised {each.error}: {each.text}")
-            elif each.seconds > patient(WITHIN_SECONDS):
+            elif each.seconds > patient(within_seconds):
                 found.append(f"rank {each.rank} knew after {each.seconds:.1f} s: {each.text}")
             elif each.named not in (None, self.case.victim) and MAY_WAIT not in each.text:
                 found.append(f"rank {each.rank} named the living rank {each.named}: {each.text}")

@@ -66,6 +66,10 @@ def _watch_synchronize() -> None:
 
 
 def _create(options: Any, pg_options: Any) -> HcclGroup:
+    if limits.meet_when_made:
+        keys = [f"made/{rank}" for rank in range(options.group_size)]
+        options.store.set(keys[options.group_rank], "1")
+        options.store.wait(keys, timedelta(seconds=patient(limits.connect)))
     return HcclGroup(options.store, options.group_rank, options.group_size, options.group_id, options.timeout)
 
 

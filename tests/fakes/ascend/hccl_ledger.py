@@ -30,7 +30,10 @@ class Limits:
 
     late_errors: a wait does not raise, as on the device where it only orders streams: the next call does.
     streams: that communicators of pairs take round-robin from the device, as torch_npu has a pool of 32 or 8; None:
-    each has its own. retrying: communicators that there may be with HCCL_OP_RETRY_ENABLE, on A3.
+    each has its own. retrying: communicators that there may be with HCCL_OP_RETRY_ENABLE, on A3. meet_when_made: a
+    group is there once all ranks have made theirs; for a group of several backends, of which torch keeps this one
+    alone, since it is a ProcessGroup (torch_npu's is a Backend, which Python cannot derive from): a rank that drops
+    its Gloo group would end the connections of those that still make theirs.
     """
 
     connect: float = 8.0
@@ -38,6 +41,7 @@ class Limits:
     late_errors: bool = False
     streams: int | None = None
     retrying: int = 5
+    meet_when_made: bool = False
 
 
 class Communicator(NamedTuple):

@@ -33,7 +33,7 @@ def fresh(seconds: float = 20.0) -> None:
     ledger.in_use.clear()
     ledger.clear()
     limits.connect = limits.execute = seconds
-    limits.late_errors, limits.streams = False, None
+    limits.late_errors, limits.streams, limits.meet_when_made = False, None, False
     forget_streams()
 
 
