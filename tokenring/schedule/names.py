@@ -101,7 +101,10 @@ def _schemes(
     scheme = named.make(world_size, pieces=pieces)
     check_fit(name, scheme, None, q_layout, kv_layout)
     small = _is_small(scheme, q_layout, kv_layout)
-    schemes = [named.make(world_size, way, pieces, small) for way in ways]
+    if ways == (1,) and not (small and named.family.small):
+        schemes = [scheme]  # as it is: of thousands of ranks another takes a while
+    else:
+        schemes = [named.make(world_size, way, pieces, small) for way in ways]
     if order is not None and len(order) != world_size:
         raise ConfigurationError(f"order {list(order)} names {len(order)} ranks; the layout has {world_size}")
     return schemes if order is None else [arranged(scheme, order) for scheme in schemes]

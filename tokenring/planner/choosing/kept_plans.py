@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ PLAIN = frozenset({type(None), bool, int, str})  # types that JSON writes as the
 STALE_SECONDS = 3600  # after which a file that somebody began to write is somebody's who was killed
 
 
-Known = dict[int, tuple[object, list[object]]]  # by identity: a value, and what was written for it
+Known = dict[int, tuple[object, object]]  # by identity: a value, and what was written for it
 
 
 class Unknown(Exception):
@@ -98,7 +99,7 @@ def path_of(call: CallToPlan, environment: Mapping[str, str]) -> Path | None:
 def digest(call: CallToPlan) -> str:
     """Return a digest of all that the plan for a call depends on. Raises Unknown where it cannot be told."""
     parts = [FORMAT, VERSION, __version__, torch.__version__, _sources(), _families(), _plain(call, {})]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return _hash(parts)
 
 
 @cache
@@ -141,7 +142,7 @@ def _is_ours(function: object) -> bool:
 def _plain(value: object, known: Known) -> object:
     """Return a value as JSON can write it, alike for values that are alike. Raises Unknown for what it does not know.
 
-    known: what was written before, by identity: hosts of many ranks are one object.
+    known: what was written before, by identity. Of a dataclass that is its digest: hosts of many ranks are one object.
     """
     if type(value) in PLAIN:
         return value
@@ -155,8 +156,24 @@ def _plain(value: object, known: Known) -> object:
         case enum.Enum():
             return value.name
     if id(value) not in known:
-        known[id(value)] = value, list(_parts(value, known))  # with the value, so that no other gets its identity
+        parts: object = list(_parts(value, known))
+        known[id(value)] = value, _hash(parts) if is_dataclass(value) else parts  # no other gets the value's identity
     return known[id(value)][1]
+
+
+def _kind_of_plain_tuples(value: tuple[Any, ...]) -> str | None:
+    """Return the type of a value's parts where all are tuples of one type, of plain values; else None.
+
+    Places of ranks and chunks of layouts are such, and of thousands of ranks most of what there is.
+    """
+    kinds = set(map(type, value))
+    kind = kinds.pop() if len(kinds) == 1 else object
+    is_plain = issubclass(kind, tuple) and PLAIN.issuperset(map(type, chain.from_iterable(value)))
+    return f"each {kind.__qualname__}" if is_plain else None
+
+
+def _hash(parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _parts(value: object, known: Known) -> Iterator[object]:
@@ -168,7 +185,10 @@ def _parts(value: object, known: Known) -> Iterator[object]:
         yield from ([_plain(key, known), _plain(each, known)] for key, each in value.items())  # the order may count
     elif isinstance(value, Set):
         yield from sorted((_plain(each, known) for each in value), key=json.dumps)
-    elif isinstance(value, tuple) and PLAIN.issuperset(map(type, value)):  # most of what there is
+    elif isinstance(value, tuple) and PLAIN.issuperset(map(type, value)):
+        yield from value
+    elif isinstance(value, tuple) and (kind := _kind_of_plain_tuples(value)) is not None:
+        yield kind
         yield from value
     elif isinstance(value, Sequence):
         yield from (_plain(each, known) for each in value)

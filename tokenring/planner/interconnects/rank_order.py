@@ -172,7 +172,15 @@ def _island_size(net: Interconnect, ranks: Sequence[int]) -> int | None:
 
 def good_order(net: Interconnect) -> tuple[int, ...]:
     """Return the ranks host by host, inside a host round a ring of wide and short ways; identity where that is one."""
-    return tuple(rank for ranks in _by_host(net) for rank in _ring_of(net, ranks))
+    found: list[int] = []
+    alike: dict[tuple[int, ...], list[int]] = {}  # where in a host each of its ring is, by its fabric and devices
+    for ranks in _by_host(net):
+        host = net.places[ranks[0]][0]
+        key = id(net.fabrics[host]), *(net.places[rank][1] for rank in ranks)
+        if key not in alike:
+            alike[key] = [ranks.index(rank) for rank in _ring_of(net, ranks)]
+        found += [ranks[index] for index in alike[key]]
+    return tuple(found)
 
 
 def _ring_of(net: Interconnect, ranks: Sequence[int]) -> list[int]:

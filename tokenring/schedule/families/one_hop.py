@@ -31,16 +31,21 @@ def packed(world_size: int, groups: int) -> Scheme:
     """
     cycle = world_size // gcd(groups, world_size)
 
-    def rank_of(heads: int, q_owner: int) -> int:
-        """Return the rank of a row of tiles.
-
-        Share s has `groups` neighbouring owners' rows; it is given to one of these, so that its own rows stay.
-        """
-        share = (heads * world_size + q_owner) // groups
+    def rank_with(share: int) -> int:
+        """Return the rank of a share, which has rows of `groups` neighbouring owners: one of these, whose rows stay."""
         return (share * groups + share // cycle) % world_size
 
-    owners = range(world_size)
-    ranks_of = [tuple(dict.fromkeys(rank_of(heads, owner) for owner in owners)) for heads in range(groups)]
+    def share_of(heads: int, q_owner: int) -> int:
+        """Return the share of a row of tiles."""
+        return (heads * world_size + q_owner) // groups
+
+    def rank_of(heads: int, q_owner: int) -> int:
+        return rank_with(share_of(heads, q_owner))
+
+    def shares_of(heads: int) -> range:
+        return range(share_of(heads, 0), share_of(heads, world_size - 1) + 1)
+
+    ranks_of = [tuple(dict.fromkeys(map(rank_with, shares_of(heads)))) for heads in range(groups)]
     first = {rank: heads for heads in reversed(range(groups)) for rank in ranks_of[heads]}
 
     def due(heads: int, rank: int) -> int:
