@@ -151,10 +151,12 @@ def _row_request(h: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> L
         stays = "weights" if share == ranks else "tokens"
     request = tp.request("row", (tokens, features, weight.shape[0]), h, stays)
     if (shape := tp.box(request).shape) != (rows, h.shape[2]):
+        whole = tp.kernel != "auto"  # such a kernel takes what lies between the layers in one place only
+        by = f"kernel {tp.kernel!r}" if whole else f"schedule {request.schedule!r}"
+        advice = "" if whole else ", or say which stays: TensorParallel(stays=...)"
         raise ConfigurationError(
-            f"row_linear was given h of {rows} tokens and {h.shape[2]} features, but schedule {request.schedule!r} has "
-            f"{shape[0]} and {shape[1]} on a rank: compute the column layer before it by the same schedule, or say "
-            f"which stays: TensorParallel(stays=...)"
+            f"row_linear was given h of {rows} tokens and {h.shape[2]} features, but by {by} it has {shape[0]} and "
+            f"{shape[1]} on a rank: compute the column layer before it by the same {by.split()[0]}{advice}"
         )
     return request
 

@@ -69,6 +69,20 @@ def test_what_it_does_not_take(npus: NpuPools, what: str) -> None:
         assert "leave TensorParallel(kernel='auto'), which runs a schedule" in text
 
 
+def tokens_that_stay(here: Here) -> str:
+    """What a row layer says of h as it lies where tokens stay: [B, T/P, N]."""
+    h, weight = (torch.ones(*shape, dtype=BF16, device="npu") for shape in ((1, 2, 512), (256, 256)))
+    with parallel(here) as tp, pytest.raises(tr.ConfigurationError) as caught:
+        tr.row_linear(h, weight, tp)
+    return str(caught.value)
+
+
+def test_it_advises_nothing_that_it_does_not_have(npus: NpuPools) -> None:
+    for text in npus(2)(tokens_that_stay):
+        assert "but by kernel 'mc2' it has 4 and 256 on a rank" in text and "by the same kernel" in text
+        assert "stays" not in text
+
+
 def frozen_few_features(here: Here) -> list[str]:
     with parallel(here) as tp, torch.no_grad():
         layer_of(tp, features=128)

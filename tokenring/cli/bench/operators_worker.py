@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import tokenring as tr
+from tokenring.backends.interfaces import Transport
 from tokenring.cli.bench.candidates import WAIT_SECONDS, RaceSetting, emulated
 from tokenring.cli.bench.operators import TORCH, OperatorCase, OperatorReport
 from tokenring.cli.bench.race import SEED, WARM_UP_ROUNDS, begin_together, order
@@ -74,8 +75,14 @@ def run(case: OperatorCase, tell: Tell) -> OperatorReport | None:
 
 def raced(case: OperatorCase, rank: int, ranks: int, tell: Tell) -> list[Entry]:
     """Return the entries. Every rank calls it."""
+    with tr.ContextParallel(transport=case.transport, timeout_seconds=WAIT_SECONDS) as cp:
+        racers = _racers(case, rank, ranks, cp.transport)
+        return in_turns(RaceSetting(case, rank, ranks), racers, tell)  # type: ignore[arg-type]
+
+
+def _racers(case: OperatorCase, rank: int, ranks: int, transport: Transport | None) -> list[Racer]:
+    """Return who races, of our schedules over this transport."""
     given = given_of(case, rank, ranks)
-    transport = tr.ContextParallel(transport=case.transport, timeout_seconds=WAIT_SECONDS).transport
     topology = None if case.emulate is None else emulated(case.emulate, None)
     what = "collectives, then products" if case.is_layer else "its collective"
     torch_entry = Entry(TORCH, PEER, what, None, MEASURED)
@@ -91,7 +98,7 @@ def raced(case: OperatorCase, rank: int, ranks: int, tell: Tell) -> list[Entry]:
             racers.append(Racer(entry, partial(our_call, case, given, tp), given.wanted))
         except (tr.TokenRingError, ValueError) as error:  # of sizes and ranks, so on all ranks alike
             racers.append(Racer(replace(entry, status=FAILED, reason=str(error))))
-    return in_turns(RaceSetting(case, rank, ranks), racers, tell)  # type: ignore[arg-type]
+    return racers
 
 
 def in_turns(setting: RaceSetting, racers: Sequence[Racer], tell: Tell) -> list[Entry]:
