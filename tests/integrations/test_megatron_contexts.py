@@ -14,6 +14,7 @@ from mcore.stand_ins import config, layer, params, refusal
 from patience import patient
 from ranks import Here, RankPools
 
+from tokenring import Causal
 from tokenring.errors import ConfigurationError
 from tokenring.integrations.megatron import release_contexts
 from tokenring.integrations.megatron.contexts import Contexts, contexts_of
@@ -163,3 +164,25 @@ def test_layers_made_before_and_after_share_again() -> None:
     release_contexts()
     later = layer(timeout_seconds=patient(6))
     assert contexts(made) is contexts(later)
+
+
+# ---------- what it sends
+
+
+def sent(here: Here) -> tuple[int, int, bool]:
+    """Bytes that a rank sends forward, in training and in evaluation, and whether both give the same."""
+    assert dist.group.WORLD is not None
+    made = contexts_of(dist.group.WORLD, LIMIT)
+    transport: Any = made.context("ulysses").transport
+    x, nbytes, outs = torch.randn(1, 24, 4, 8, generator=torch.Generator().manual_seed(5)), [], []
+    for training in (True, False):
+        transport.sent_bytes.clear()
+        outs.append(made.attend("ulysses", x, x, x, Causal(), 0.3, training))
+        nbytes.append(sum(transport.sent_bytes.values()))
+    return nbytes[0], nbytes[1], torch.equal(*outs)
+
+
+def test_evaluation_sends_results_without_their_lse(ranks: RankPools) -> None:
+    """Four bytes less of each row and head that another rank has computed."""
+    for trained, evaluated, same in ranks(2)(sent):
+        assert same and trained - evaluated == 4 * 24 * 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from beam_replay import replayed, rows_of
 
 import tokenring as tr
 from tokenring.integrations.transformers.serving import serve_with_tokenring, starts_of, windows_of
@@ -62,3 +63,53 @@ def test_windows_of_layers() -> None:
     config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(tr.UnsupportedError, match="layers of kind linear_attention"):
         windows_of(config)
+
+
+# ---------- searches, compared by their scores
+
+
+def search(steps: int = 6, beams: int = 3, seed: int = 0) -> torch.Tensor:
+    """Scores that differ from way to way by far more than rounding; of beams, each step's are its own."""
+    return torch.rand(steps, beams, 8, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+class TestReplays:
+    def test_the_same_but_for_rounding(self, beams: int) -> None:
+        scores = search(beams=beams)
+        found = replayed(scores + 1e-6, scores)
+        assert found.tied is found.parted is None and 5e-7 < found.error < 2e-6
+
+    def test_scores_that_are_wrong(self, beams: int) -> None:
+        scores = search(beams=beams)
+        wrong = scores.clone()
+        wrong[4, 0, 7] -= 1e-2
+        assert replayed(wrong, scores).parted == 4
+        wrong[4, 0, 7] = -torch.inf
+        assert replayed(wrong, scores).parted == 4
+
+    def test_another_way_without_a_reason(self, beams: int) -> None:
+        scores = search(beams=beams)
+        best = scores[2, 0].topk(2)
+        assert float(best.values[0] - best.values[1]) > 1e-3
+        other = scores.clone()
+        other[2, 0, best.indices] = best.values.flip(0)
+        assert replayed(other, scores).parted == 2
+
+    def test_two_ways_that_are_as_good(self, beams: int) -> None:
+        """What comes after them differs, as what follows another token does."""
+        scores = search(beams=1).expand(-1, beams, -1).contiguous()
+        scores[2, :, 1:3] = -0.5
+        found = scores.clone()
+        found[2, :, 1] += 2e-6
+        scores[2, :, 2] += 2e-6
+        found[3:] = search(seed=1)[3:, :1]
+        ways = replayed(found, scores)
+        assert (ways.tied, ways.parted) == (2, None) and ways.error == pytest.approx(2e-6, abs=2e-7)
+        scores[2, :, 1] += 1e-3
+        assert replayed(found, scores).parted == 2
+
+
+def test_rows_of_a_batch() -> None:
+    scores = torch.arange(2 * 6 * 4).view(2, 6, 4)
+    assert torch.equal(torch.cat(list(rows_of(scores, 3)), 1), scores)
