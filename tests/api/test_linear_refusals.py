@@ -49,6 +49,12 @@ UNEVEN: dict[str, tuple[str, Call, str]] = {
         lambda here, tp: tr.row_linear(torch.ones(1, 3, 2), torch.ones(8, 2), tp),
         "3 tokens, which do not divide by 2 ranks: pad the sequence",
     ),
+    "a row layer where tokens stay": (
+        "direct-q",
+        lambda here, tp: tr.row_linear(torch.ones(1, 4, 4), torch.ones(8, 2), tp),
+        "h of 4 tokens and 4 features, but by schedule 'direct-q' it has 8 and 2 on a rank: compute the column layer "
+        "before it by the same schedule, or say which stays: TensorParallel(stays=...)",
+    ),
     "pieces": (
         "direct-q/pieces4",
         lambda here, tp: tr.column_linear(torch.ones(1, 3, 8), torch.ones(2, 8), tp),

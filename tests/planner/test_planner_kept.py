@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from tokenring.planner.choosing import kept_plans
 from tokenring.planner.choosing.auto import CallToPlan, plan_call
 from tokenring.planner.choosing.kept_plans import digest, path_of, plan_kept
 from tokenring.planner.choosing.plan import Plan
-from tokenring.planner.interconnects.interconnect import full_mesh, ring, switch
+from tokenring.planner.interconnects.interconnect import Interconnect, full_mesh, ring, switch
 from tokenring.schedule.families.registry import FAMILIES
 from tokenring.schedule.scheme import Scheme
 from tokenring.sequence.layout import make_layout
@@ -92,6 +94,10 @@ def test_the_direction_of_rings_is_kept(asked: CallToPlan, tmp_path: Path) -> No
         assert found.direction == again.direction == direction and found == again == plan_call(each)
 
 
+def placed(*places: tuple[int, int]) -> Interconnect:
+    return replace(full_mesh(4, 1.0), places=places)
+
+
 OTHERS: dict[str, Callable[[CallToPlan], CallToPlan]] = {
     "length": lambda each: call(setting(full_mesh(4, 1.0), workload(4, (4, 2), 128), BOTH, tflops=1e-2), tr.Causal()),
     "heads": lambda each: call(setting(full_mesh(4, 1.0), workload(4, (4, 4), 64), BOTH, tflops=1e-2), tr.Causal()),
@@ -105,6 +111,9 @@ OTHERS: dict[str, Callable[[CallToPlan], CallToPlan]] = {
     "wires": lambda each: replace(each, setting=replace(each.setting, interconnect=full_mesh(4, 1.5))),
     "shape": lambda each: replace(each, setting=replace(each.setting, interconnect=ring(4, 1.0))),
     "switch": lambda each: replace(each, setting=replace(each.setting, interconnect=switch(4, 1.0))),
+    "places": lambda each: replace(
+        each, setting=replace(each.setting, interconnect=placed((0, 0), (0, 2), (0, 1), (0, 3)))
+    ),
     "messages": lambda each: replace(
         each, setting=replace(each.setting, machine=replace(each.setting.machine, messages=Messages(1e-6)))
     ),
@@ -128,6 +137,21 @@ def test_whatever_differs_has_another_file(asked: CallToPlan, what: str) -> None
     other = OTHERS[what](asked)
     assert digest(other) != digest(asked)
     assert digest(other) == digest(OTHERS[what](asked))
+
+
+def test_values_that_are_written_alike_differ() -> None:
+    """Tuples of tuples, which are written without the names of their types, are like nothing else."""
+    class Pair(NamedTuple):
+        first: object
+        second: object
+
+    values: list[Any] = [
+        ((1, 2),), ((True, 2),), (("tuple", 1, 2),), (Pair(1, 2),), ([1, 2],), ("tuple", (1, 2)), (("tuple",), (1, 2)),
+        ((1, 2), Pair(1, 2)), (((1, 2),),), ((1,), (2,)), ((),), (),
+    ]  # fmt: skip
+    written = [json.dumps(kept_plans._plain(each, {})) for each in values]
+    assert len(set(written)) == len(values)
+    assert written == [json.dumps(kept_plans._plain(copy.deepcopy(each), {})) for each in values]
 
 
 def test_code_and_versions_count(asked: CallToPlan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,6 +326,20 @@ class TestOrder:
         net = Interconnect("mixed", (fabric, fabric), ((0, 0), (1, 0), (0, 1), (1, 1)))
         assert good_order(net) == (0, 2, 1, 3)
 
+    def test_hosts_that_are_alike_are_ordered_alike(self) -> None:
+        """Each by its fabric and its devices: 0 and 1 share the fabric, 0 and 2 all, 3 has another fabric."""
+        round_ring, other = ring(5, 1.0).fabrics[0], with_network(full_mesh(5, 1.0).fabrics[0], 0.1)
+        joined = with_network(round_ring, 0.1)
+        devices = ((0, 2, 4, 1, 3), (0, 1, 2, 3, 4), (0, 2, 4, 1, 3), (0, 2, 4, 1, 3))
+        places = tuple((host, device) for host, some in enumerate(devices) for device in some)
+        net = Interconnect("four", (joined, joined, joined, other), places)
+        order = good_order(net)
+        for host in range(4):
+            alone = Interconnect("one", net.fabrics, places[5 * host : 5 * host + 5])
+            assert order[5 * host : 5 * host + 5] == tuple(5 * host + rank for rank in good_order(alone))
+        assert order[:5] != tuple(range(5)) and order[5:10] == tuple(range(5, 10))
+        assert order[15:] == tuple(range(15, 20))
+
     def test_a_ring_that_is_numbered_badly(self) -> None:
         """Device d sits at place[d] of the ring: ranks are taken round it."""
         place = [0, 3, 1, 4, 2, 5]

@@ -151,12 +151,13 @@ def _row_request(h: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> L
         stays = "weights" if share == ranks else "tokens"
     request = tp.request("row", (tokens, features, weight.shape[0]), h, stays)
     if (shape := tp.box(request).shape) != (rows, h.shape[2]):
-        whole = tp.kernel != "auto"  # such a kernel takes what lies between the layers in one place only
-        by = f"kernel {tp.kernel!r}" if whole else f"schedule {request.schedule!r}"
-        advice = "" if whole else ", or say which stays: TensorParallel(stays=...)"
+        if tp.kernel == "auto":
+            what, name, advice = "schedule", request.schedule, ", or say which stays: TensorParallel(stays=...)"
+        else:  # such a kernel takes what lies between the layers in one place only
+            what, name, advice = "kernel", tp.kernel, ""
         raise ConfigurationError(
-            f"row_linear was given h of {rows} tokens and {h.shape[2]} features, but by {by} it has {shape[0]} and "
-            f"{shape[1]} on a rank: compute the column layer before it by the same {by.split()[0]}{advice}"
+            f"row_linear was given h of {rows} tokens and {h.shape[2]} features, but by {what} {name!r} it has "
+            f"{shape[0]} and {shape[1]} on a rank: compute the column layer before it by the same {what}{advice}"
         )
     return request
 

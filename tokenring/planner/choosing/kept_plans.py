@@ -157,19 +157,20 @@ def _plain(value: object, known: Known) -> object:
             return value.name
     if id(value) not in known:
         parts: object = list(_parts(value, known))
-        known[id(value)] = value, _hash(parts) if is_dataclass(value) else parts  # no other gets the value's identity
+        # With the value, so that no other gets its identity.
+        known[id(value)] = value, _hash(parts) if is_dataclass(value) else parts
     return known[id(value)][1]
 
 
 def _kind_of_plain_tuples(value: tuple[Any, ...]) -> str | None:
-    """Return the type of a value's parts where all are tuples of one type, of plain values; else None.
+    """Return the name of the type of a value's parts where all are tuples of one type, of plain values; else None.
 
     Places of ranks and chunks of layouts are such, and of thousands of ranks most of what there is.
     """
     kinds = set(map(type, value))
     kind = kinds.pop() if len(kinds) == 1 else object
     is_plain = issubclass(kind, tuple) and PLAIN.issuperset(map(type, chain.from_iterable(value)))
-    return f"each {kind.__qualname__}" if is_plain else None
+    return kind.__qualname__ if is_plain else None
 
 
 def _hash(parts: object) -> str:
@@ -188,7 +189,7 @@ def _parts(value: object, known: Known) -> Iterator[object]:
     elif isinstance(value, tuple) and PLAIN.issuperset(map(type, value)):
         yield from value
     elif isinstance(value, tuple) and (kind := _kind_of_plain_tuples(value)) is not None:
-        yield kind
+        yield {"each": kind}  # an object, as nothing else is written, so that no value equals it
         yield from value
     elif isinstance(value, Sequence):
         yield from (_plain(each, known) for each in value)

@@ -173,12 +173,13 @@ def _island_size(net: Interconnect, ranks: Sequence[int]) -> int | None:
 def good_order(net: Interconnect) -> tuple[int, ...]:
     """Return the ranks host by host, inside a host round a ring of wide and short ways; identity where that is one."""
     found: list[int] = []
-    alike: dict[tuple[int, ...], list[int]] = {}  # where in a host each of its ring is, by its fabric and devices
+    alike: dict[tuple[int, ...], list[int]] = {}  # by fabric and devices: a host's ring, as indices of its ranks
     for ranks in _by_host(net):
         host = net.places[ranks[0]][0]
         key = id(net.fabrics[host]), *(net.places[rank][1] for rank in ranks)
         if key not in alike:
-            alike[key] = [ranks.index(rank) for rank in _ring_of(net, ranks)]
+            index_of = {rank: index for index, rank in enumerate(ranks)}
+            alike[key] = [index_of[rank] for rank in _ring_of(net, ranks)]
         found += [ranks[index] for index in alike[key]]
     return tuple(found)
 
