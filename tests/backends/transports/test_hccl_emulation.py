@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -141,42 +142,50 @@ def test_a_part_too_short_is_refused(npus: NpuPools) -> None:
         ranks(unequal, True)
 
 
-def overlapping(here: Here, streams: int | None = None) -> float:
-    """Rank 0 posts to rank 1, which comes late, then to rank 2, which does not."""
-    made = group(here)
+def stands_behind(here: Here, expected: bool, streams: int | None = None) -> bool:
+    """Whether what rank 0 sends to rank 2 waits until rank 1, which comes late, has what was sent to it before.
+
+    Rank 1 comes when rank 2 has its message, so that one which waits for it ends at HCCL's limit; or, where that is
+    expected, after a second.
+    """
+    made, store = group(here), dist.distributed_c10d._get_default_store()
     limits.streams = streams
     for peer in (1, 2):  # connected beforehand
         if here.rank in (0, peer):
             (made.send([npu(1.0)], peer, 0) if here.rank == 0 else made.recv([space(1)], 0, 0)).wait()
+    came, sent = f"{made.group_id} came", f"{made.group_id} sent"
     dist.barrier()
-    began = time.monotonic()
+    waited = False
     if here.rank == 0:
         late, prompt = made.send([npu(1.0)], 1, 0), made.send([npu(2.0)], 2, 0)
         prompt.wait()
-        passed = time.monotonic() - began
+        waited = store.check([came])
+        store.set(sent, "")
         late.wait()
-        return passed
-    if here.rank == 1:
+        return waited
+    if here.rank == 1 and expected:
         time.sleep(patient(1.0))
+        store.set(came, "")
+    elif here.rank == 1:
+        store.wait([sent], timedelta(seconds=patient(limits.execute)))
     made.recv([space(1)], 0, 0).wait()
-    return 0.0
+    return waited
 
 
 def test_different_peers_overlap_and_in_one_queue_they_do_not(npus: NpuPools) -> None:
-    assert npus(3)(overlapping)[0] < patient(0.5)
-    assert npus(3)(in_one_queue, "P2P_HCCL_BUFFSIZE")[0] > patient(0.9)
+    assert not npus(3)(stands_behind, False)[0]
+    assert npus(3)(in_one_queue, "P2P_HCCL_BUFFSIZE")[0]
 
 
 @pytest.mark.parametrize(("streams", "overlap"), [(2, True), (1, False)])
 def test_communicators_share_the_streams_of_a_small_pool(streams: int, overlap: bool, npus: NpuPools) -> None:
     """torch_npu takes them round-robin: what stands behind a message to somebody else waits for that one."""
-    seconds = npus(3)(overlapping, streams)[0]
-    assert seconds < patient(0.5) if overlap else seconds > patient(0.9)
+    assert npus(3)(stands_behind, not overlap, streams)[0] is not overlap
 
 
-def in_one_queue(here: Here, name: str) -> float:
+def in_one_queue(here: Here, name: str) -> bool:
     with environment(**{name: "0"}):
-        return overlapping(here)
+        return stands_behind(here, True)
 
 
 def memory(here: Here) -> int:
