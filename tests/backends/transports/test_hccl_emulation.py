@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from ranks import Here, RankError
 SHORT_SECONDS = 0.7
 
 
-def group(here: Here, name: str = "") -> Any:
+def group(here: Here) -> Any:
     """A new emulated group of all ranks; the ledger and the limits as in the beginning."""
     fresh(8.0)
     made = dist.new_group(backend="hccl")
@@ -60,13 +59,10 @@ def short_limits() -> Iterator[None]:
 
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    yield
-    for name, value in before.items():
-        os.environ.pop(name)
-        if value is not None:
-            os.environ[name] = value
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in values.items():
+            patched.setenv(name, value)
+        yield
 
 
 # ---------- what it carries
@@ -143,10 +139,9 @@ def test_a_part_too_short_is_refused(npus: NpuPools) -> None:
 
 
 def stands_behind(here: Here, expected: bool, streams: int | None = None) -> bool:
-    """Whether what rank 0 sends to rank 2 waits until rank 1, which comes late, has what was sent to it before.
+    """Whether what rank 0 sends to rank 2 waits until rank 1 has what was sent to it before.
 
-    Rank 1 comes when rank 2 has its message, so that one which waits for it ends at HCCL's limit; or, where that is
-    expected, after a second.
+    Rank 1 comes after that message, which must not wait for it; or, where that is expected, after a second.
     """
     made, store = group(here), dist.distributed_c10d._get_default_store()
     limits.streams = streams
@@ -155,26 +150,23 @@ def stands_behind(here: Here, expected: bool, streams: int | None = None) -> boo
             (made.send([npu(1.0)], peer, 0) if here.rank == 0 else made.recv([space(1)], 0, 0)).wait()
     came, sent = f"{made.group_id} came", f"{made.group_id} sent"
     dist.barrier()
-    waited = False
     if here.rank == 0:
         late, prompt = made.send([npu(1.0)], 1, 0), made.send([npu(2.0)], 2, 0)
         prompt.wait()
-        waited = store.check([came])
+        waited = bool(store.check([came]))
         store.set(sent, "")
         late.wait()
         return waited
-    if here.rank == 1 and expected:
-        time.sleep(patient(1.0))
+    if here.rank == 1:
+        time.sleep(patient(1.0)) if expected else store.wait([sent], timedelta(seconds=patient(limits.execute)))
         store.set(came, "")
-    elif here.rank == 1:
-        store.wait([sent], timedelta(seconds=patient(limits.execute)))
     made.recv([space(1)], 0, 0).wait()
-    return waited
+    return False
 
 
 def test_different_peers_overlap_and_in_one_queue_they_do_not(npus: NpuPools) -> None:
     assert not npus(3)(stands_behind, False)[0]
-    assert npus(3)(in_one_queue, "P2P_HCCL_BUFFSIZE")[0]
+    assert npus(3)(in_one_queue)[0]
 
 
 @pytest.mark.parametrize(("streams", "overlap"), [(2, True), (1, False)])
@@ -183,8 +175,8 @@ def test_communicators_share_the_streams_of_a_small_pool(streams: int, overlap: 
     assert npus(3)(stands_behind, not overlap, streams)[0] is not overlap
 
 
-def in_one_queue(here: Here, name: str) -> bool:
-    with environment(**{name: "0"}):
+def in_one_queue(here: Here) -> bool:
+    with environment(P2P_HCCL_BUFFSIZE="0"):
         return stands_behind(here, True)
 
 
@@ -244,16 +236,13 @@ def test_ends_that_do_not_match(how: str, says: str, npus: NpuPools) -> None:
 
 
 def tensors_refused(here: Here) -> list[str]:
-    made = group(here)
-    bad = [torch.ones(2), space(4)[::2], space(2, torch.bool), space(2, torch.complex64)]
-    texts = []
-    for each in bad:
+    made, texts = group(here), []
+    for each in (torch.ones(2), space(4)[::2], space(2, torch.bool), space(2, torch.complex64)):
         with refused() as said:
             made.send([each], 1 - here.rank, 0)
         texts += said
     with refused() as said, environment(HCCL_OP_EXPANSION_MODE="AIV"):  # trap 14
         made.send([npu(1.0)], 1 - here.rank, 0)
-    os.environ.pop("HCCL_OP_EXPANSION_MODE", None)
     return texts + said
 
 
