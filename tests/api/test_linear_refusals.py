@@ -52,7 +52,7 @@ UNEVEN: dict[str, tuple[str, Call, str]] = {
     "a row layer where tokens stay": (
         "direct-q",
         lambda here, tp: tr.row_linear(torch.ones(1, 4, 4), torch.ones(8, 2), tp),
-        "h of 4 tokens and 4 features, but by schedule 'direct-q' it has 8 and 2 on a rank: compute the column layer "
+        "h of 4 tokens and 4 features, but schedule 'direct-q' has 8 and 2 on a rank: compute the column layer "
         "before it by the same schedule, or say which stays: TensorParallel(stays=...)",
     ),
     "pieces": (

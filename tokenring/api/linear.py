@@ -156,7 +156,7 @@ def _row_request(h: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> L
         else:  # such a kernel takes what lies between the layers in one place only
             what, name, advice = "kernel", tp.kernel, ""
         raise ConfigurationError(
-            f"row_linear was given h of {rows} tokens and {h.shape[2]} features, but by {what} {name!r} it has "
+            f"row_linear was given h of {rows} tokens and {h.shape[2]} features, but {what} {name!r} has "
             f"{shape[0]} and {shape[1]} on a rank: compute the column layer before it by the same {what}{advice}"
         )
     return request
