@@ -67,8 +67,9 @@ def test_no_part_loses_the_others(parts: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     monkeypatch.setattr(gpu_report, "BUDGET_SECONDS", 60.0)
     monkeypatch.setattr(gpu_report, "PARTS", {"part_hangs": 6.0, "part_good": 54.0})  # the last is sure of its time
-    # A child of a part that hangs, were it waited for, would outlast this test's time limit.
+    began = time.monotonic()
     lines = gpu_report.run_parts(["part_raises", "part_missing", "part_dies", "part_hangs", "part_good"], 60.0)
+    assert time.monotonic() - began < 45, "a child of a part that hangs was waited for"
     values = [(line.name, line.value, line.met) for line in lines]
     assert values[0] == ("b", "3 µs", False)
     assert values[1][0] == "part_raises" and "RuntimeError: on purpose" in values[1][1] and values[1][2] is False
@@ -181,7 +182,7 @@ def test_one_rank_that_fails_ends_the_waits_of_all(monkeypatch: pytest.MonkeyPat
         assert met is None and value.endswith("(ring, of 1 schedules); no time for 1 more")
         kernel.breaks, began = True, time.monotonic()
         value, met = gpu_exact.line(case, 4, 60.0)
-        assert time.monotonic() - began < 50, "the others waited for the one that failed"
+        assert time.monotonic() - began < 20, "the others waited for the one that failed"
         assert met is False and value.startswith("2 failed: ring: MemoryError: no room at one rank; tokenring: Mem")
         kernel.breaks = False
         assert gpu_exact.line(case, 4, 60.0)[1] is True

@@ -255,7 +255,7 @@ class TestStrangers:
         found = connected(2, timeout_seconds=0.3, place=Visited(2))
         over.set()
         assert isinstance(found[0], PeerLost) and found[0].rank == 1
-        assert time.monotonic() - began < patient(SECONDS)  # those who visit come for longer
+        assert time.monotonic() - began < patient(2.0)
 
 
 class TestLost:
@@ -269,7 +269,7 @@ class TestLost:
             with pytest.raises(PeerLost, match="exchanged with all ranks from rank 1: connection closed") as caught:
                 found[rank].recv(1, 1)
             assert caught.value.rank == 1
-        assert time.monotonic() - began < patient(SECONDS) / 2  # not at the limit
+        assert time.monotonic() - began < patient(1.0)
 
     def test_nothing_can_be_said_to_who_has_gone(self, connected: Any) -> None:
         found = connected(2)
@@ -284,7 +284,7 @@ class TestLost:
         began = time.monotonic()
         with pytest.raises(PeerLost, match="from rank 0: no answer"):
             found[1].recv(0, 1)
-        assert time.monotonic() - began > 0.2
+        assert 0.2 < time.monotonic() - began < patient(1.0)
 
     def test_who_does_not_connect_is_named(self, connected: Any) -> None:
         class Partly(Place):
