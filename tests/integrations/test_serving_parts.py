@@ -87,6 +87,7 @@ class TestReplays:
         assert replayed(wrong, scores).parted == 4
         wrong[4, 0, 7] = -torch.inf
         assert replayed(wrong, scores).parted == 4
+        assert replayed(scores[:5], scores).parted == replayed(scores, scores[:5]).parted == 0
 
     def test_another_way_without_a_reason(self, beams: int) -> None:
         scores = search(beams=beams)
@@ -97,7 +98,7 @@ class TestReplays:
         assert replayed(other, scores).parted == 2
 
     def test_two_ways_that_are_as_good(self, beams: int) -> None:
-        """What comes after them differs, as what follows another token does."""
+        """Let what comes after them differ, as what follows another token does."""
         scores = search(beams=1).expand(-1, beams, -1).contiguous()
         scores[2, :, 1:3] = -0.5
         found = scores.clone()

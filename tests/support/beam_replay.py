@@ -7,6 +7,7 @@ one is taken is chance.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ Beam = tuple[int, ...]  # its tokens
 
 
 class Replayed(NamedTuple):
-    """What two searches of one row have in common.
+    """The outcome of comparing two searches of one row.
 
     error: how far their scores are apart, of the same beams, in the steps that were compared. tied: the step of which
     two ways on were as good, and after which the searches part. parted: the step at which they part without a reason.
@@ -32,18 +33,22 @@ class Replayed(NamedTuple):
 
 def replayed(found: torch.Tensor, wanted: torch.Tensor) -> Replayed:
     """Compare the searches of one row by their scores [steps, beams, vocabulary]."""
-    searches, error, tied = (_Search(found), _Search(wanted)), 0.0, None
+    if found.shape != wanted.shape:
+        return Replayed(math.inf, parted=0)
+    searches, error, gap = (_Search(found), _Search(wanted)), 0.0, math.inf
     for step in range(len(wanted)):
-        rows = [search.rows(step) for search in searches]
-        now = max((_apart(rows[0][beam], rows[1][beam]) for beam in rows[0].keys() & rows[1]), default=0.0)
-        if rows[0].keys() != rows[1].keys() or now > LIMIT:
-            recent = tied is not None and tied >= step - 1
-            return Replayed(error, tied) if recent else Replayed(max(error, now), None, step)
+        ours, theirs = (search.rows(step) for search in searches)
+        now = max((float(apart(ours[beam], theirs[beam]).max()) for beam in ours.keys() & theirs), default=0.0)
+        if ours.keys() != theirs.keys() or now > LIMIT:
+            return Replayed(error, tied=step - 1) if gap <= 0.0 else Replayed(max(error, now), parted=step)
         error = max(error, now)
-        gaps = [search.go_on(step) for search in searches]
-        if min(gaps) <= 0.0:
-            tied = step
+        gap = min([search.go_on(step) for search in searches])
     return Replayed(error)
+
+
+def apart(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return how far each two scores are apart; -inf in one of them alone is infinitely far."""
+    return torch.where(found == wanted, 0.0, (found - wanted).abs()).nan_to_num(torch.inf, torch.inf)
 
 
 def rows_of(scores: torch.Tensor, beams: int) -> Sequence[torch.Tensor]:
@@ -74,8 +79,3 @@ class _Search:
         if count == 1:
             self._sums = torch.zeros_like(self._sums)  # logits do not add up
         return float((best[:-1] - best[1:] - TIE_A_SUM * best[1:].abs()).min()) - TIE
-
-
-def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return how far scores are apart at most; -inf in one of them alone is infinitely far."""
-    return float(torch.where(found == wanted, 0.0, (found - wanted).abs()).nan_to_num(torch.inf, torch.inf).max())

@@ -91,7 +91,7 @@ class Found:
     left: list[str]
 
     def troubles(self, within_seconds: float = math.inf) -> list[str]:
-        """What no case may show; whether the right rank is named is a matter of the whole.
+        """Return what no case may show; whether the right rank is named is a matter of the whole.
 
         within_seconds: how soon each survivor must know, of a quiet machine. A campaign asks; a test does not, since
         time is measured in benchmarks alone.

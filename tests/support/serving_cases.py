@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from beam_replay import apart, replayed, rows_of
 from ranks import Here
 
 from tokenring.integrations.transformers.serving import serve_with_tokenring
@@ -86,17 +88,18 @@ def served(here: Here, model: Any, case: Case) -> tuple[torch.Tensor, torch.Tens
         return generated(model, case)
 
 
+def beams_of(case: Case) -> int:
+    """Return how many beams a search keeps."""
+    return int(str(dict(case.options).get("num_beams", 1)))
+
+
 def scores_error(found: torch.Tensor, wanted: torch.Tensor, case: Case) -> float:
     """Return how far scores [steps, rows, vocabulary] are apart at most; -inf in one of them alone is infinitely far.
 
-    Of beams each row counts beside the nearest of its step, and each wanted one beside the nearest found: which of two
-    that are as good comes first is rounding.
+    Of beams those with the same tokens are compared, since which of two that are as good comes first is rounding;
+    searches that part are infinitely far apart.
     """
-    if "num_beams" not in dict(case.options):
-        return float(_apart(found, wanted).max())
-    pairs = _apart(found[:, :, None], wanted[:, None]).amax(-1)  # [steps, found rows, wanted rows]
-    return float(torch.maximum(pairs.amin(1).max(), pairs.amin(2).max()))
-
-
-def _apart(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    return torch.where(found == wanted, 0.0, (found - wanted).abs()).nan_to_num(torch.inf, torch.inf)
+    if (beams := beams_of(case)) == 1:
+        return float(apart(found, wanted).max())
+    rows = [replayed(*each) for each in zip(rows_of(found, beams), rows_of(wanted, beams), strict=True)]
+    return max(row.error if row.tied is row.parted is None else math.inf for row in rows)

@@ -100,11 +100,9 @@ def _schemes(
     ways = _directions(named, direction)
     scheme = named.make(world_size, pieces=pieces)
     check_fit(name, scheme, None, q_layout, kv_layout)
-    small = _is_small(scheme, q_layout, kv_layout)
-    if ways == (1,) and not (small and named.family.small):
-        schemes = [scheme]  # as it is: of thousands of ranks another takes a while
-    else:
-        schemes = [named.make(world_size, way, pieces, small) for way in ways]
+    small = named.family.small is not None and _is_small(scheme, q_layout, kv_layout)
+    # The one that was checked is not made again: of thousands of ranks that takes a while.
+    schemes = [scheme if way == 1 and not small else named.make(world_size, way, pieces, small) for way in ways]
     if order is not None and len(order) != world_size:
         raise ConfigurationError(f"order {list(order)} names {len(order)} ranks; the layout has {world_size}")
     return schemes if order is None else [arranged(scheme, order) for scheme in schemes]

@@ -70,7 +70,7 @@ def test_what_it_does_not_take(npus: NpuPools, what: str) -> None:
 
 
 def tokens_that_stay(here: Here) -> str:
-    """What a row layer says of h as it lies where tokens stay: [B, T/P, N]."""
+    """Return what a row layer says of h as it lies where tokens stay: [B, T/P, N]."""
     h, weight = (torch.ones(*shape, dtype=BF16, device="npu") for shape in ((1, 2, 512), (256, 256)))
     with parallel(here) as tp, pytest.raises(tr.ConfigurationError) as caught:
         tr.row_linear(h, weight, tp)

@@ -139,7 +139,7 @@ def test_a_part_too_short_is_refused(npus: NpuPools) -> None:
 
 
 def stands_behind(here: Here, expected: bool, streams: int | None = None) -> bool:
-    """Whether what rank 0 sends to rank 2 waits until rank 1 has what was sent to it before.
+    """Tell whether what rank 0 sends to rank 2 waits until rank 1 has what was sent to it before.
 
     Rank 1 comes after that message, which must not wait for it; or, where that is expected, after a second.
     """

@@ -66,11 +66,20 @@ def _watch_synchronize() -> None:
 
 
 def _create(options: Any, pg_options: Any) -> HcclGroup:
-    if limits.meet_when_made:
-        keys = [f"made/{rank}" for rank in range(options.group_size)]
-        options.store.set(keys[options.group_rank], "1")
-        options.store.wait(keys, timedelta(seconds=patient(limits.connect)))
+    if limits.meet_when_made and (absent := _absent(options.store, options.group_rank, options.group_size, "made")):
+        raise HcclError(f"ranks {absent} did not make group {options.group_id} within {limits.connect:g} s")
     return HcclGroup(options.store, options.group_rank, options.group_size, options.group_id, options.timeout)
+
+
+def _absent(store: Any, rank: int, size: int, word: str) -> list[int]:
+    """Tell all ranks that this one is here, and wait for them; return those that do not come before the limit."""
+    keys = [f"{word} {each}" for each in range(size)]
+    store.set(keys[rank], "1")
+    try:
+        store.wait(keys, timedelta(seconds=patient(limits.connect)))
+    except dist.DistStoreError:
+        return [each for each, key in enumerate(keys) if not store.check([key])]
+    return []
 
 
 def batch_isend_irecv(operations: Sequence[dist.P2POp]) -> list[Any]:
@@ -347,16 +356,11 @@ class HcclGroup(SendsBatches, WholeTensors, Named, dist.ProcessGroup):  # type: 
         if self._met:
             return
         self._met = True
-        keys = [f"all here {rank}" for rank in range(self.size())]
-        self._store.set(keys[self.rank()], "1")
-        try:
-            self._store.wait(keys, timedelta(seconds=patient(limits.connect)))
-        except dist.DistStoreError:
-            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        if absent := _absent(self._store, self.rank(), self.size(), "all here"):
             raise HcclError(
                 f"HCCL_CONNECT_TIMEOUT: rank {self.rank()} made the communicator of group {self.group_id} for "
                 f"{label.get() or what}, but ranks {absent} did not within {limits.connect:g} s"
-            ) from None
+            )
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:  # type: ignore[override]
         def run(gloo: Any, given: list[torch.Tensor], into: list[torch.Tensor]) -> Any:
